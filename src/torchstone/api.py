@@ -1,0 +1,135 @@
+"""The jobs of the command line, from Python: the same configs, the same errors.
+
+import torchstone
+outcome = torchstone.train("run.yaml", {"training.max_steps": 100})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchstone.checkpoint.export import export_model
+from torchstone.checkpoint.load import resolve_model_folder
+from torchstone.config.load import load_config
+from torchstone.config.schema import Config
+from torchstone.data.tokenize import load_tokenizer
+from torchstone.demo.builtin import data_file
+from torchstone.models.weights import load_model
+from torchstone.observe.console import Console
+from torchstone.training.assemble import assemble, open_data, pick_device, run_folder, tokenizer_path
+from torchstone.training.evaluate import answer, evaluate_file
+from torchstone.training.loop import Callback, Outcome, train_loop
+
+
+def train(
+    config: Config | str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Outcome:
+    """Trains to the end of the run; starting it again goes on where it was."""
+    settings = _settings(config, overrides, preset)
+    console = Console(settings.observe.console, settings.observe.log_every_steps)
+    with run_folder(settings, console):
+        run = assemble(settings, console)
+        if run.length.steps is not None and run.progress.step >= run.length.steps:
+            console.say(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.length.steps}")
+            return Outcome(run.progress.step, resolve_model_folder(settings.output_dir), None, None, None)
+        console.say(_plan_line(run.length.steps, run.data.batching, len(run.data.train), run.device))
+        return train_loop(run, callbacks)
+
+
+def prepare(
+    config: Config | str | Path | None = None, overrides: Mapping[str, Any] | None = None, preset: str | None = None
+) -> dict[str, Any]:
+    """Tokenizes the data of a run and stops; what it found is returned and kept in the cache."""
+    settings = _settings(config, overrides, preset)
+    console = Console(settings.observe.console)
+    tokenizer = load_tokenizer(tokenizer_path(settings))
+    data = open_data(settings, tokenizer, console)
+    return {
+        "fingerprint": data.fingerprint,
+        "shape": data.shape,
+        "samples": len(data.train),
+        "tokens": int(data.train.lengths.sum()),
+        "validation_samples": len(data.validation) if data.validation is not None else 0,
+        "cache_dir": settings.data.cache_dir,
+    }
+
+
+def evaluate(
+    source: str,
+    data: str,
+    questions: int | None = None,
+    context_length: int = 1024,
+    device: str = "auto",
+    cache_dir: str = "cache/datasets",
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """The loss of a run, checkpoint or Hugging Face folder over `data`; exact match where rows are conversations."""
+    settings = load_config(
+        overrides={
+            "model.path": source,
+            "data.path": data,
+            "data.context_length": context_length,
+            "data.packing": False,
+            "data.cache_dir": cache_dir,
+            "training.batch_size": 16,
+            "system.device": device,
+        }
+    )
+    console = Console("quiet" if quiet else "lines")
+    place = pick_device(settings)
+    folder = resolve_model_folder(source)
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, "sdpa", place)
+    path = data_file(data, Path(cache_dir))
+    found = evaluate_file(model.decoder, tokenizer, settings, path, place, questions, console.say)
+    return {"model": str(folder)} | found
+
+
+def export(source: str, target: str | Path, dtype: str = "float32", verify: bool = True) -> dict[str, Any]:
+    """A Hugging Face folder from a run, a checkpoint or another folder, checked by loading it in Transformers."""
+    return export_model(source, Path(target), dtype, verify)
+
+
+class Chat:
+    """A conversation with a run, a checkpoint or a Hugging Face folder."""
+
+    def __init__(self, source: str, max_new_tokens: int = 256, device: str = "auto") -> None:
+        settings = load_config(overrides={"model.path": source, "data.path": "-", "system.device": device})
+        folder = resolve_model_folder(source)
+        self.tokenizer = load_tokenizer(folder)
+        self.model = load_model(folder, "sdpa", pick_device(settings))
+        self.max_new_tokens = max_new_tokens
+        self.messages: list[dict[str, Any]] = []
+
+    def ask(self, question: str) -> str:
+        self.messages.append({"role": "user", "content": question})
+        (given,) = answer(self.model.decoder, self.tokenizer, [self.messages], self.max_new_tokens)
+        self.messages.append({"role": "assistant", "content": given})
+        return given
+
+    def reset(self) -> None:
+        self.messages = []
+
+
+def _settings(config: Config | str | Path | None, overrides: Mapping[str, Any] | None, preset: str | None) -> Config:
+    if isinstance(config, Config):
+        if overrides or preset:
+            raise ValueError("overrides and presets go with a config file, not with a Config that is already whole")
+        return config
+    return load_config(config, preset, overrides or {})
+
+
+def _plan_line(steps: int | None, batching: Any, samples: int, device: torch.device) -> str:
+    micro = f"{batching.rows} rows" if batching.tokens is None else f"up to {batching.tokens} tokens"
+    epochs = "" if steps is None else f" ({steps * batching.global_batch_size / samples:.2f} epochs)"
+    return (
+        f"{'endless' if steps is None else steps} steps{epochs} of {batching.global_batch_size} samples, "
+        f"micro-batches of {micro}, on {device}"
+    )

@@ -1,0 +1,79 @@
+"""Writes a checkpoint: a Hugging Face folder that also holds what training needs to go on.
+
+Transformers loads the folder as it is (config.json, model.safetensors, the tokenizer). Beside them lie the optimizer's
+moments under the names of their parameters, the random states, and the counters; safetensors and JSON, no pickle.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from torchstone.checkpoint import manifest
+from torchstone.data.tokenize import Tokenizer
+from torchstone.models.weights import Model, save_weights, write_config
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+RANDOM_FILE = "random.safetensors"
+STATE_FILE = "state.json"
+BEST_FILE = "best.json"
+
+
+def save_checkpoint(
+    root: Path, step: int, model: Model, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> Path:
+    final = root / manifest.folder_name(step)
+    with manifest.committed(final) as folder:
+        write_model_folder(model, tokenizer, folder)
+        save_file(optimizer_tensors(optimizer, model.decoder), folder / OPTIMIZER_FILE)
+        save_file(random_states(), folder / RANDOM_FILE)
+        manifest.write_json(folder / STATE_FILE, state)
+    return final
+
+
+def write_model_folder(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
+    """What Transformers needs to load the model and its tokenizer."""
+    write_config(model, folder)
+    save_weights(model.decoder, model.family, folder)
+    tokenizer.save(folder)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    """`layers.0.mlp.up.weight/exp_avg` -> tensor, for every parameter that has been stepped."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}/{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    return found
+
+
+def random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def mark_best(root: Path, step: int, loss: float) -> None:
+    manifest.write_json(root / BEST_FILE, {"step": step, "val_loss": loss})
+
+
+def best_step(root: Path) -> int | None:
+    return manifest.read_json(root / BEST_FILE)["step"] if (root / BEST_FILE).is_file() else None
+
+
+def remove_old(root: Path, keep_last: int | None) -> list[int]:
+    """Removes all but the newest `keep_last` checkpoints and the best one; returns the steps that went."""
+    if keep_last is None:
+        return []
+    best = best_step(root)
+    gone = []
+    for step, folder in manifest.list_checkpoints(root)[:-keep_last]:
+        if step != best:
+            manifest.remove(folder)
+            gone.append(step)
+    return gone

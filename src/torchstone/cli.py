@@ -1,0 +1,222 @@
+"""The commands. Torch is imported inside a command only, so that `--help` answers in a blink.
+
+Every key of the config is a flag (`--optim.learning_rate 1e-4`); they are taken out of the command line before the
+rest is parsed, because their names and types live in the schema, not here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from torchstone import __version__
+from torchstone.config.help import config_table
+from torchstone.config.load import load_config, split_flags, to_dict
+from torchstone.config.schema import Config
+from torchstone.errors import TorchstoneError, UsageError
+
+app = App(
+    name="torchstone",
+    version=__version__,
+    help="Pretrain and fine-tune language models, and prove that the numbers are right.",
+    result_action="return_value",
+)
+# The `--section.key VALUE` flags of this call.
+flags: list[tuple[str, str]] = []
+
+JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
+KEYS = "Every config key is a flag too: --section.key VALUE. `torchstone train --help-keys` lists them all."
+
+
+def main() -> None:
+    """Runs a command and ends with its exit code; an error for people is a message, not a traceback."""
+    rest, pairs = split_flags(sys.argv[1:])
+    flags[:] = pairs
+    try:
+        app(rest, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        _fail(UsageError(str(error).strip(), f"see: torchstone {rest[0] if rest else ''} --help"))
+    except TorchstoneError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command(help_epilogue=KEYS)
+def train(
+    config: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    debug: bool = False,
+    output_dir: str | None = None,
+    max_steps: int | None = None,
+    print_config: bool = False,
+    help_keys: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Train a model; start again with the same words to go on where it stopped.
+
+    Args:
+        config: JSON (comments allowed), YAML or TOML file.
+        preset: demo, demo-chat, debug or production; the file and the flags change it.
+        debug: The same as --preset debug.
+        output_dir: Folder of the run.
+        max_steps: Optimizer steps after which the run ends.
+        print_config: Show what would run, as JSON, and stop.
+        help_keys: List every config key with its meaning and default, and stop.
+    """
+    if help_keys:
+        sys.stdout.write(config_table() + "\n")
+        return
+    if debug and preset not in (None, "debug"):
+        raise UsageError(f"--debug is --preset debug, but --preset {preset} is given too")
+    settings = _settings(config, "debug" if debug else preset, output_dir, max_steps)
+    if print_config:
+        _print_json(to_dict(settings))
+        return
+    from torchstone import api
+
+    outcome = api.train(settings)
+    if outcome.checkpoint is not None:
+        sys.stderr.write(f"done: step {outcome.step}, {outcome.checkpoint}\n")
+
+
+@app.command(help_epilogue=KEYS)
+def prepare(config: Path | None = None, /, *, preset: str | None = None, as_json: JsonFlag = False) -> None:
+    """Tokenize the data of a config into the cache and stop.
+
+    Args:
+        config: JSON, YAML or TOML file.
+        preset: demo, demo-chat, debug or production.
+        as_json: Print what was found as JSON.
+    """
+    settings = _settings(config, preset, None, None)
+    from torchstone import api
+
+    found = api.prepare(settings)
+    _show(found, as_json)
+
+
+@app.command
+def evaluate(
+    source: str,
+    /,
+    *,
+    data: str,
+    questions: int | None = None,
+    context_length: int = 1024,
+    device: str = "auto",
+    cache_dir: str = "cache/datasets",
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure the loss of a model over a data file and, for conversations, how many answers are right word for word.
+
+    Args:
+        source: A run, a checkpoint or a Hugging Face folder.
+        data: JSONL file, or demo:corpus, demo:chat, demo:heldout.
+        questions: How many rows to answer; all by default, 0 for none.
+        context_length: Longest row in tokens.
+        device: auto, cpu or cuda.
+        cache_dir: Where tokenized data is kept.
+        as_json: Print JSON, unrounded, and nothing else.
+    """
+    _no_flags("evaluate")
+    from torchstone import api
+
+    found = api.evaluate(source, data, questions, context_length, device, cache_dir, quiet=as_json)
+    examples = found.get("examples", [])
+    _show({key: value for key, value in found.items() if as_json or key != "examples"}, as_json)
+    if not as_json:
+        for example in examples[:4]:
+            right = "right" if example["answer"].strip() == example["wanted"].strip() else f"not {example['wanted']!r}"
+            sys.stdout.write(f"  {example['question']}  ->  {example['answer']}  ({right})\n")
+
+
+@app.command
+def export(
+    source: str, target: Path, /, *, dtype: str = "float32", verify: bool = True, as_json: JsonFlag = False
+) -> None:
+    """Write a Hugging Face folder and prove it by loading it in Transformers.
+
+    Args:
+        source: A run (its best checkpoint, else its newest), a checkpoint or a folder.
+        target: The new folder.
+        dtype: float32, bfloat16 or float16.
+        verify: Load the folder in Transformers and compare weights and logits.
+        as_json: Print what was written and measured as JSON.
+    """
+    _no_flags("export")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype cannot be {dtype!r}", "it is one of float32, bfloat16, float16")
+    from torchstone import api
+
+    _show(api.export(source, target, dtype, verify), as_json)
+
+
+@app.command
+def chat(source: str, /, *, prompt: str | None = None, max_new_tokens: int = 256, device: str = "auto") -> None:
+    """Talk to a model that was trained on conversations; an empty line or Ctrl-D ends, /new forgets what was said.
+
+    Args:
+        source: A run, a checkpoint or a Hugging Face folder.
+        prompt: Ask this once, print the answer and stop.
+        max_new_tokens: Longest answer in tokens.
+        device: auto, cpu or cuda.
+    """
+    _no_flags("chat")
+    from torchstone import api
+
+    partner = api.Chat(source, max_new_tokens, device)
+    if prompt is not None:
+        sys.stdout.write(partner.ask(prompt) + "\n")
+        return
+    while True:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        if line == "/new":
+            partner.reset()
+        else:
+            sys.stdout.write(partner.ask(line) + "\n")
+            sys.stdout.flush()
+
+
+def _settings(config: Path | None, preset: str | None, output_dir: str | None, max_steps: int | None) -> Config:
+    pairs: list[tuple[str, Any]] = list(flags)
+    pairs += [("output_dir", output_dir)] if output_dir is not None else []
+    pairs += [("training.max_steps", max_steps)] if max_steps is not None else []
+    return load_config(config, preset, pairs)
+
+
+def _no_flags(command: str) -> None:
+    if flags:
+        raise UsageError(
+            f"{command} takes no config keys, but --{flags[0][0]} is given", f"see: torchstone {command} --help"
+        )
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(found)
+        return
+    for key, value in found.items():
+        sys.stdout.write(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}\n")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _fail(error: TorchstoneError) -> None:
+    sys.stderr.write(f"error: {error}\n")
+    sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

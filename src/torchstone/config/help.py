@@ -1,0 +1,64 @@
+"""The sentence under each field of the schema, as text for `--help` and the documentation.
+
+Python drops strings that stand alone in a class body, so they are read from the source of schema.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from functools import cache
+
+from torchstone.config import schema
+from torchstone.config.load import fields
+
+
+@cache
+def field_help() -> dict[str, str]:
+    """Every key of the config with its sentence."""
+    module = ast.parse(inspect.getsource(schema))
+    sentences: dict[str, dict[str, str]] = {}
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            sentences[node.name] = _under_fields(node)
+    top = sentences["Config"]
+    section_of = {f.name: str(f.type) for f in dataclasses.fields(schema.Config)}
+    found = {}
+    for key in fields():
+        section, _, leaf = key.partition(".")
+        found[key] = sentences[section_of[section]][leaf] if leaf else top[section]
+    return found
+
+
+def config_table() -> str:
+    """All keys by section with defaults, as plain text."""
+    lines = []
+    default = schema.Config()
+    for section, title in schema.SECTION_HELP.items():
+        lines.append(f"\n{section}: {title}")
+        for key, sentence in field_help().items():
+            if key.startswith(f"{section}."):
+                value = getattr(getattr(default, section), key.split(".")[1])
+                shown = "" if value is None else f" [default: {_shown(value)}]"
+                lines.append(f"  --{key}\n      {sentence}{shown}")
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(str(part) for part in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _under_fields(node: ast.ClassDef) -> dict[str, str]:
+    found = {}
+    for statement, following in zip(node.body, node.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            found[statement.target.id] = " ".join(str(following.value.value).split())
+    return found

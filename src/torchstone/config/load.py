@@ -1,0 +1,290 @@
+"""From presets, a file and overrides to one checked `Config`; later wins.
+
+Every value keeps its origin (`run.yaml:12`, `--optim.eps`), so that a wrong one is reported where it was written, with
+the nearest right name. One spelling everywhere: hyphens and underscores are the same letter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from torchstone.config.files import read_tree
+from torchstone.config.schema import NEW_MODEL_KEYS, Config, Impossible, Range, check
+from torchstone.errors import UsageError
+
+PRESET_DIR = Path(__file__).parent / "presets"
+
+# Other names that configurations in the field use, and what they are here.
+ALIASES = {
+    "training.grad_accum_nums": "training.grad_accum_steps",
+    "training.num_workers": "data.num_workers",
+    "training.learning_rate": "optim.learning_rate",
+    "training.max_grad_norm": "optim.max_grad_norm",
+    "training.context_length": "data.context_length",
+    "training.use_amp": "training.precision",
+    "optim.lr": "optim.learning_rate",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value as it was written, and where."""
+
+    value: Any
+    origin: str | None
+    name: str
+
+
+def load_config(
+    path: str | Path | None = None,
+    preset: str | None = None,
+    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+) -> Config:
+    """Reads preset, then file, then overrides (dotted keys or nested dictionaries), and checks the whole."""
+    settings: dict[str, Setting] = {}
+    if preset is not None:
+        settings = _from_file(preset_path(preset), origin=f"preset {preset}")
+    if path is not None:
+        settings = _later_wins(settings, _from_file(Path(path)))
+    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
+    flat = [(key, value, None) for pair in pairs for key, value in _flatten(*pair)]
+    settings = _later_wins(settings, _collect(flat))
+    config = _build(settings)
+    try:
+        check(config)
+    except Impossible as error:
+        raise UsageError(_located(error.message, settings.get(error.key)), error.hint) from None
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as plain nested dictionaries, every key present: what `--print-config` shows and a run keeps."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(config, dict_factory=_plain_dict).items()
+    }
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The inverse of `to_dict`, for a run's config.json."""
+    return load_config(overrides={key: value for key, value in values.items() if value is not None})
+
+
+def preset_path(name: str) -> Path:
+    found = sorted(path.stem for path in PRESET_DIR.glob("*.yaml"))
+    if name not in found:
+        raise UsageError(f"no preset {name!r}", f"{_did_you_mean(name, found)}the presets are {', '.join(found)}")
+    return PRESET_DIR / f"{name}.yaml"
+
+
+@cache
+def fields() -> dict[str, Any]:
+    """Every key with its type: `optim.learning_rate` -> Annotated[float, ...]."""
+    found: dict[str, Any] = {}
+    for name, annotation in typing.get_type_hints(Config, include_extras=True).items():
+        if dataclasses.is_dataclass(annotation):
+            hints = typing.get_type_hints(annotation, include_extras=True)
+            found.update({f"{name}.{key}": hint for key, hint in hints.items()})
+        else:
+            found[name] = annotation
+    return found
+
+
+def split_flags(tokens: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Takes `--section.key VALUE` and `--section.key=VALUE` out of a command line; the rest stays in order.
+
+    A key without a value is a switch: `--data.shuffle` is true.
+    """
+    rest: list[str] = []
+    pairs: list[tuple[str, str]] = []
+    remaining = list(tokens)
+    while remaining:
+        token = remaining.pop(0)
+        name, equals, value = token.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(token)
+            continue
+        if not equals:
+            follows = bool(remaining) and not remaining[0].startswith("--")
+            value = remaining.pop(0) if follows else "true"
+        pairs.append((name[2:], value))
+    return rest, pairs
+
+
+def _plain_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in pairs}
+
+
+def _from_file(path: Path, origin: str | None = None) -> dict[str, Setting]:
+    tree = read_tree(path)
+    flat = [pair for key, value in tree.values.items() for pair in _flatten(str(key), value)]
+    return _collect([(key, value, origin or f"{path}:{tree.lines.get(key, '?')}") for key, value in flat])
+
+
+def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [pair for sub, inner in value.items() for pair in _flatten(f"{key}.{sub}", inner)]
+    return [(key, value)]
+
+
+def _collect(found: list[tuple[str, Any, str | None]]) -> dict[str, Setting]:
+    """The settings of one source. Two names of one setting in it would let their order decide: refused."""
+    settings: dict[str, Setting] = {}
+    for spelled, value, origin in found:
+        name = spelled.replace("-", "_")
+        key = ALIASES.get(name, name)
+        if key not in fields():
+            raise UsageError(f"{_where(origin)}unknown key {spelled!r}", _suggest(key))
+        if key in settings and settings[key].name != name:
+            raise UsageError(
+                f"{_where(origin)}{spelled!r} and {settings[key].name!r} are one setting", "give one of them"
+            )
+        if name == "training.use_amp":
+            value = "bf16" if _convert(value, bool, name) else "fp32"
+        settings[key] = Setting(value, origin, name)
+    return settings
+
+
+def _later_wins(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, Setting]:
+    """A model is either loaded or new, so a later source that says the one takes back the other with its shape."""
+    if "model.path" in later:
+        earlier = {key: setting for key, setting in earlier.items() if key not in NEW_MODEL_KEYS}
+    elif "model.depth" in later:
+        earlier = {key: setting for key, setting in earlier.items() if key != "model.path"}
+    return earlier | later
+
+
+def _suggest(key: str) -> str:
+    sections = {name.split(".")[0] for name in fields() if "." in name}
+    section, _, leaf = key.partition(".")
+    by_leaf = [name for name in (*fields(), *ALIASES) if name.rsplit(".", 1)[-1] == (leaf or section)]
+    if by_leaf:
+        return f"did you mean {ALIASES.get(by_leaf[0], by_leaf[0])!r}?"
+    near = difflib.get_close_matches(key, [*fields(), *ALIASES], n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {ALIASES.get(near[0], near[0])!r}?"
+    if section in sections:
+        leaves = [name.split(".")[1] for name in fields() if name.startswith(f"{section}.")]
+        return f"{_did_you_mean(leaf, leaves)}the keys of {section!r} are {', '.join(leaves)}"
+    return f"{_did_you_mean(section, sorted(sections))}the sections are {', '.join(sorted(sections))}"
+
+
+def _did_you_mean(name: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def _where(origin: str | None) -> str:
+    return f"{origin}: " if origin else ""
+
+
+def _located(message: str, setting: Setting | None) -> str:
+    return f"{_where(setting.origin)}{message}" if setting else message
+
+
+def _build(settings: dict[str, Setting]) -> Config:
+    converted: dict[str, Any] = {}
+    for key, setting in settings.items():
+        try:
+            converted[key] = _convert(setting.value, fields()[key], key)
+        except UsageError as error:
+            raise UsageError(_located(error.message, setting), error.hint) from None
+    sections: dict[str, Any] = {}
+    for name, annotation in typing.get_type_hints(Config).items():
+        if dataclasses.is_dataclass(annotation):
+            values = {key.split(".")[1]: value for key, value in converted.items() if key.startswith(f"{name}.")}
+            sections[name] = typing.cast(type, annotation)(**values)
+        elif name in converted:
+            sections[name] = converted[name]
+    return Config(**sections)
+
+
+def _convert(value: Any, annotation: Any, key: str) -> Any:
+    """`value`, from a file or a command line, as the type of the field; a message for people where it is not one."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        base, *marks = get_args(annotation)
+        result = _convert(value, base, key)
+        for mark in marks:
+            if isinstance(mark, Range) and not mark.holds(result):
+                raise UsageError(f"{key} must be {mark}, not {value}")
+        return result
+    if origin in (Union, types.UnionType):
+        return _convert_optional(value, annotation, key)
+    if origin is Literal:
+        choices = [str(choice) for choice in get_args(annotation)]
+        if str(value) not in choices:
+            raise UsageError(f"{key} cannot be {value!r}", f"{_did_you_mean(str(value), choices)}{_one_of(choices)}")
+        return str(value)
+    if origin is tuple:
+        return _convert_tuple(value, annotation, key)
+    return _convert_plain(value, annotation, key)
+
+
+def _one_of(choices: list[str]) -> str:
+    return f"it is one of {', '.join(choices)}"
+
+
+def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+        return None
+    (inner,) = [choice for choice in get_args(annotation) if choice is not type(None)]
+    return _convert(value, inner, key)
+
+
+def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        text = value.strip().strip("[]()")
+        value = [part.strip() for part in text.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{key} is a list, not {value!r}", "write it as 0.9,0.95 or [0.9, 0.95]")
+    kinds = get_args(annotation)
+    if kinds[-1] is Ellipsis:
+        kinds = (kinds[0],) * len(value)
+    if len(kinds) != len(value):
+        raise UsageError(f"{key} takes {len(kinds)} values, not {len(value)}")
+    return tuple(_convert(part, kind, key) for part, kind in zip(value, kinds, strict=True))
+
+
+def _convert_plain(value: Any, kind: type, key: str) -> Any:
+    wrong = UsageError(f"{key} must be {_NAMES[kind]}, not {value!r}")
+    if value is None:
+        raise wrong
+    if kind is str:
+        if isinstance(value, bool | list | dict):
+            raise wrong
+        return str(value)
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        word = value.lower() if isinstance(value, str) else None
+        if word in ("true", "yes", "on", "1"):
+            return True
+        if word in ("false", "no", "off", "0"):
+            return False
+        raise wrong
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise wrong
+    try:
+        number = float(value)
+    except ValueError:
+        raise wrong from None
+    if number != number or number in (float("inf"), float("-inf")):
+        raise wrong
+    if kind is float:
+        return number
+    if number != int(number):
+        raise wrong
+    # Through float only when written as one (1e6): a large whole number keeps every digit.
+    return int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else int(number)
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -1,0 +1,344 @@
+"""Every setting of a run: one frozen dataclass a section, and under each field the sentence that is its help.
+
+A key exists here only if something reads it: an accepted key that changes nothing would be a lie. What a value may be
+is in its type (`Count` is a whole number from 1, `Fraction` lies in [0, 1]); what several values must be together is in
+`check`. Files, the command line and Python all end here (load.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from torchstone.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers a field takes, both ends included unless `above` says the lower one is not."""
+
+    low: float
+    high: float | None = None
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        low_ok = value > self.low if self.above else value >= self.low
+        return low_ok and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"{'more than' if self.above else 'at least'} {self.low:g}"
+        return low if self.high is None else f"{low} and at most {self.high:g}"
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+Beta = Annotated[float, Range(0, 0.999999999)]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str | None = None
+    """Hugging Face folder, checkpoint or run folder to start from; without it a new model is made from model.depth."""
+
+    tokenizer: str | None = None
+    """Folder of the tokenizer, or demo:tokenizer for the built-in one; by default the one in model.path."""
+
+    family: Literal["llama"] = "llama"
+    """Architecture of a new model; a model from model.path keeps its own."""
+
+    depth: Count | None = None
+    """Layers of a new model; width, heads and initialisation follow from it and are printed."""
+
+    width: Count | None = None
+    """Hidden size of a new model; by default 64 x depth."""
+
+    heads: Count | None = None
+    """Attention heads of a new model; by default one per 64 of width up to 1024 and one per 128 beyond."""
+
+    kv_heads: Count | None = None
+    """Key/value heads of a new model; by default as many as heads."""
+
+    mlp_width: Count | None = None
+    """Inner size of the MLP of a new model; by default 8/3 of the width, rounded up to a multiple of 64."""
+
+    tied: bool = True
+    """Whether the output head of a new model is the embedding matrix."""
+
+    rope_theta: Positive = 10000.0
+    """Base of the rotary positions of a new model."""
+
+    init_std: Positive | None = None
+    """Standard deviation of a new model's matrices; by default sqrt(2 / (5 x width))."""
+
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """How attention is computed: torch's fused kernels (sdpa) or plain matrix products (eager); auto is sdpa."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str | None = None
+    """JSONL file to train on, or demo:corpus, demo:chat for what the package makes itself."""
+
+    context_length: Count = 1024
+    """Longest sequence in tokens; with text and packing, the exact length of every row."""
+
+    packing: bool = True
+    """Put several documents or conversations in one row, kept apart by attention; otherwise pad."""
+
+    on_long_row: Literal["drop", "truncate"] = "drop"
+    """What becomes of a conversation longer than context_length; the number of them is printed either way."""
+
+    shuffle: bool = True
+    """Draw samples in a random order that depends on training.seed and the epoch alone."""
+
+    validation_path: str | None = None
+    """JSONL file to validate on, or demo:heldout."""
+
+    validation_split: Fraction = 0.0
+    """Share of data.path held out for validation, chosen by training.seed; never trained on."""
+
+    cache_dir: str = "cache/datasets"
+    """Where the tokenized data is kept, keyed by everything that decides its contents."""
+
+    num_workers: Natural = 1
+    """Threads that build micro-batches ahead of the step; 0 builds them in the training thread."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    mode: Literal["epoch", "step", "token", "infinite"] | None = None
+    """What ends the run; by default the limit that is given. Other limits, where given, end it too."""
+
+    max_steps: Count | None = None
+    """Optimizer steps after which the run ends."""
+
+    max_epochs: Positive | None = None
+    """Passes over the data after which the run ends; one where no limit at all is given."""
+
+    max_tokens: Count | None = None
+    """Tokens, padding not counted, after which the run ends (at the end of that step)."""
+
+    global_batch_size: Count | None = None
+    """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise."""
+
+    batch_size: Count | None = None
+    """Rows per device and micro-step where rows are not packed conversations; by default 8 for text, 4 for chat."""
+
+    grad_accum_steps: Count | None = None
+    """Micro-steps per optimizer step; follows from the batch sizes unless given, and then the global size follows."""
+
+    max_tokens_per_gpu: Count | None = None
+    """Tokens per device and micro-step where conversations are packed; by default context_length."""
+
+    seed: Natural = 0
+    """Seed of the initialisation, the order of the data and the validation split."""
+
+    precision: Literal["fp32", "bf16-pure"] = "fp32"
+    """Numbers of weights and compute: fp32, or everything in bf16 (bf16-pure)."""
+
+    validate_every_steps: Count | None = None
+    """Validate after every so many optimizer steps."""
+
+    validate_every_epochs: Positive | None = None
+    """Validate whenever so many passes over the data are complete."""
+
+    validate_every_samples: Count | None = None
+    """Validate whenever so many samples have been seen."""
+
+    validate_at_end: bool = True
+    """Validate once more when the run ends, where there is validation data."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    learning_rate: NotNegative = 3e-4
+    """Peak learning rate of AdamW."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
+
+    eps: Positive = 1e-8
+    """Term added to the denominator of AdamW."""
+
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay of the parameters that optim.no_decay does not name."""
+
+    no_decay: tuple[str, ...] = ("norm", "bias", "embed")
+    """Kinds of parameters without weight decay, of: norm, bias, embed, head, matrix."""
+
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them as they are."""
+
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Learning rate after warm-up: constant, linear or cosine decay, or warmup-stable-decay."""
+
+    warmup_steps: Natural = 0
+    """Steps over which the learning rate rises linearly from zero."""
+
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of the run as a share of the peak."""
+
+    decay_steps: Count | None = None
+    """Steps of the final decay of wsd; by default a fifth of the run."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: Count | None = None
+    """Save after every so many optimizer steps."""
+
+    every_samples: Count | None = None
+    """Save whenever so many samples have been seen."""
+
+    every_epochs: Positive | None = None
+    """Save whenever so many passes over the data are complete."""
+
+    at_end: bool = True
+    """Save when the run ends."""
+
+    save_best: bool = False
+    """Save after a validation that is the best so far, and keep that checkpoint."""
+
+    keep_last: Count | None = None
+    """Newest checkpoints to keep beside the best one; by default all."""
+
+    resume: str = "auto"
+    """auto goes on from the newest whole checkpoint of output_dir, never refuses a used folder, a path names one."""
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    log_every_steps: Count = 1
+    """Steps between two console lines; metrics.jsonl has every step."""
+
+    console: Literal["auto", "bar", "lines", "quiet"] = "auto"
+    """Progress bar, a line a step, or nothing but warnings; auto draws a bar on a terminal and lines elsewhere."""
+
+
+@dataclass(frozen=True)
+class SystemConfig:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes CUDA where there is any."""
+
+    device_id: Natural = 0
+    """Which of the visible CUDA devices."""
+
+    threads: Count | None = None
+    """CPU threads of torch; by default torch's own choice."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `output_dir` is the one key outside a section."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    system: SystemConfig = field(default_factory=SystemConfig)
+
+    output_dir: str = "runs/train"
+    """Folder of the run: config.json, metrics.jsonl, checkpoints."""
+
+
+SECTION_HELP = {
+    "model": "what is trained",
+    "data": "what it is trained on",
+    "training": "how long, in which batches, with which numbers",
+    "optim": "AdamW, its schedule and clipping",
+    "checkpoint": "what is saved, and where to go on from",
+    "observe": "what is shown",
+    "system": "where it runs",
+}
+
+# What says how a new model looks, and so has no meaning beside model.path (whose tokenizer may be replaced).
+NEW_MODEL_KEYS = (
+    "model.depth", "model.width", "model.heads", "model.kv_heads", "model.mlp_width",
+    "model.tied", "model.rope_theta", "model.init_std", "model.tokenizer",
+)  # fmt: skip
+
+DECAY_KINDS = ("norm", "bias", "embed", "head", "matrix")
+
+
+class Impossible(UsageError):
+    """Values that cannot stand together; `key` is the one to change, so that the message can say where it was set."""
+
+    def __init__(self, key: str, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.key = key
+
+
+def check(config: Config) -> None:
+    """What a type cannot say: values that contradict each other."""
+    model, data, training, optim = config.model, config.data, config.training, config.optim
+    if model.path is None and model.depth is None:
+        raise Impossible(
+            "model.depth", "nothing to train: neither model.path nor model.depth is set",
+            "--model.path FOLDER starts from a Hugging Face model, --model.depth 4 makes a new one",
+        )  # fmt: skip
+    if model.path is not None:
+        for key in NEW_MODEL_KEYS:
+            name = key.removeprefix("model.")
+            if getattr(model, name) != getattr(ModelConfig, name) and name != "tokenizer":
+                raise Impossible(
+                    key, f"{key} shapes a new model, but model.path loads one", f"leave out {key} or model.path"
+                )
+    if model.path is None and model.tokenizer is None:
+        raise Impossible(
+            "model.tokenizer", "a new model needs a tokenizer, and model.tokenizer is not set",
+            "--model.tokenizer FOLDER, or --model.tokenizer demo:tokenizer for the built-in one",
+        )  # fmt: skip
+    if data.path is None:
+        raise Impossible(
+            "data.path", "nothing to train on: data.path is not set",
+            "--data.path FILE.jsonl, or --data.path demo:corpus for the built-in corpus",
+        )  # fmt: skip
+    if data.validation_path is not None and data.validation_split > 0:
+        raise Impossible(
+            "data.validation_split", "both data.validation_path and data.validation_split are set", "keep one of them"
+        )
+    if data.validation_path is None and data.validation_split == 0:
+        wanted = {
+            f"training.{key}": getattr(training, key) for key in vars(training) if key.startswith("validate_every")
+        }
+        wanted["checkpoint.save_best"] = config.checkpoint.save_best or None
+        for key, value in wanted.items():
+            if value is not None:
+                raise Impossible(
+                    key, f"{key} is set, but there is nothing to validate on",
+                    "add --data.validation_path FILE.jsonl or --data.validation_split 0.05",
+                )  # fmt: skip
+    if data.validation_split == 1:
+        raise Impossible("data.validation_split", "data.validation_split 1 leaves nothing to train on")
+    _check_limits(training, optim)
+    if optim.decay_steps is not None and optim.schedule != "wsd":
+        raise Impossible("optim.decay_steps", f"optim.decay_steps is for schedule wsd, not {optim.schedule}")
+    if optim.min_lr_ratio > 0 and optim.schedule == "constant":
+        raise Impossible("optim.min_lr_ratio", "optim.min_lr_ratio is for schedules that decay, not constant")
+    unknown = [kind for kind in optim.no_decay if kind not in DECAY_KINDS]
+    if unknown:
+        raise Impossible(
+            "optim.no_decay", f"optim.no_decay names unknown kinds: {', '.join(unknown)}",
+            f"the kinds are {', '.join(DECAY_KINDS)}",
+        )  # fmt: skip
+
+
+def _check_limits(training: TrainingConfig, optim: OptimConfig) -> None:
+    limits = {"step": training.max_steps, "epoch": training.max_epochs, "token": training.max_tokens}
+    if training.mode == "infinite":
+        given = [f"training.max_{mode}s" for mode, limit in limits.items() if limit is not None]
+        if given:
+            raise Impossible("training.mode", f"training.mode infinite never ends, but {', '.join(given)} is set")
+        if optim.schedule != "constant":
+            raise Impossible(
+                "optim.schedule", f"training.mode infinite has no end for optim.schedule {optim.schedule} to decay to",
+                "use --optim.schedule constant (warm-up still works)",
+            )  # fmt: skip
+    elif training.mode is not None and limits[training.mode] is None:
+        key = f"training.max_{training.mode}s"
+        raise Impossible(key, f"training.mode {training.mode} needs {key}", f"add --{key} N")

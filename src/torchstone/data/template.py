@@ -1,0 +1,91 @@
+"""Conversations to text, and which of its characters are trained.
+
+The template is the tokenizer's own, rendered in jinja2's sandbox. The loss mask comes from rendering prefixes: what a
+conversation up to an assistant turn plus the generation prompt renders to is what the model will see when it is asked,
+and the rest up to that turn's end is what it must answer. That needs no help from the template, only that a longer
+conversation begins with the text of the shorter one; where it does not, the mask would be a guess, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchstone.errors import DataError, UsageError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation and its trained spans, [start, end) in characters."""
+
+    text: str
+    trained: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        environment.filters["tojson"] = _to_json
+        self.source = source
+        self.special_tokens = special_tokens
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UsageError(f"the chat template is not valid: {error}") from None
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """What the model reads before it answers."""
+        return self._render(messages, add_generation_prompt=True)
+
+    def conversation(self, messages: Sequence[Message]) -> Rendered:
+        """The whole conversation, trained on what the assistant says and on the end of its turn."""
+        text = self._render(messages)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], add_generation_prompt=True)
+            after = self._render(messages[: number + 1])
+            for shorter, longer in ((before, after), (after, text)):
+                if not longer.startswith(shorter):
+                    raise DataError(
+                        f"the chat template renders message {number} differently once more messages follow, "
+                        "so what is trained cannot be told from what is read",
+                        _first_difference(shorter, longer),
+                    )
+            spans.append((len(before), len(after)))
+        return Rendered(text, spans)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template refused a conversation: {error}") from None
+
+
+def _first_difference(shorter: str, longer: str) -> str:
+    at = next(
+        (i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), min(len(shorter), len(longer))
+    )
+    return f"first difference at character {at}: {shorter[at : at + 30]!r} against {longer[at : at + 30]!r}"
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,106 @@
+"""What `demo:corpus`, `demo:chat`, `demo:heldout` and `demo:tokenizer` mean.
+
+They are files, made on first use and kept with the data cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchstone.demo.corpus import chat_rows, corpus_rows
+from torchstone.errors import UsageError
+
+# Raised whenever the rows or the tokenizer below would come out otherwise.
+VERSION = 1
+VOCABULARY = 512
+PREFIX = "demo:"
+
+DATA: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "corpus": lambda: corpus_rows(24000),
+    "chat": lambda: chat_rows(24000),
+    "heldout": lambda: chat_rows(400, seed=3, held_out=True),
+}
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+
+def data_file(name: str, cache_dir: Path) -> Path:
+    """The file that a data path means; only `demo:` names are made here."""
+    if not name.startswith(PREFIX):
+        return Path(name)
+    kind = name.removeprefix(PREFIX)
+    if kind not in DATA:
+        raise UsageError(f"no built-in data {name!r}", f"there are {', '.join(PREFIX + known for known in DATA)}")
+    path = _home(cache_dir) / f"{kind}.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in DATA[kind]())
+        os.replace(partial, path)
+    return path
+
+
+def tokenizer_folder(name: str, cache_dir: Path) -> Path:
+    """The folder that a tokenizer's name means."""
+    if not name.startswith(PREFIX):
+        return Path(name)
+    if name != f"{PREFIX}tokenizer":
+        raise UsageError(f"no built-in tokenizer {name!r}", f"there is {PREFIX}tokenizer")
+    folder = _home(cache_dir) / "tokenizer"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=folder.parent))
+        make_tokenizer().save_pretrained(partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            # Another process was first; it made the same one.
+            shutil.rmtree(partial)
+    return folder
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE trained on the corpus. Capitals and digits stay single, so that letters can be counted."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[A-Z0-9]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [row["text"] for row in corpus_rows(2000)]
+    texts += [row["messages"][0]["content"] for row in chat_rows(1000)]
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=list(SPECIAL[2:]),
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _home(cache_dir: Path) -> Path:
+    return cache_dir / f"demo-v{VERSION}"

@@ -1,0 +1,107 @@
+"""A corpus and a chat task that need no download: made here, always the same, and learnable by a tiny model in minutes.
+
+The task is about letters (reverse, first, last, count) on words that nobody has written before. What a small model can
+learn in two minutes is a rule like that; facts and sums it cannot. A tenth of all words, chosen by a hash of the word,
+is held out: they appear neither in the corpus nor in the training questions, so a right answer about one is the rule
+at work and not memory. Words are in capitals, which the tokenizer keeps as single letters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+CONSONANTS = "BCDFGHJKLMNPRSTVWZ"
+VOWELS = "AEIOU"
+HELD_OUT_SHARE = 10
+
+PEOPLE = ("Mira", "Tom", "Anna", "Ben", "Lena", "Paul", "Nora", "Max")
+PLACES = ("the river", "the old mill", "the market", "a quiet lake", "the school", "the harbour", "a green hill")
+THINGS = ("a sign", "a letter", "a stone", "a map", "a book", "a wooden box", "a small flag")
+WEATHER = (
+    "It was raining.",
+    "The sun was warm.",
+    "A cold wind blew.",
+    "The evening was calm.",
+    "Snow lay on the roofs.",
+)
+
+
+def make_word(rng: random.Random, held_out: bool = False) -> str:
+    """A pronounceable word of three to seven letters, from the held-out tenth or from the rest."""
+    while True:
+        length = rng.randint(3, 7)
+        vowel = rng.random() < 0.3
+        letters = []
+        for _ in range(length):
+            letters.append(rng.choice(VOWELS if vowel else CONSONANTS))
+            vowel = not vowel if rng.random() < 0.85 else vowel
+        word = "".join(letters)
+        if is_held_out(word) == held_out:
+            return word
+
+
+def is_held_out(word: str) -> bool:
+    """The same for a word and its reverse, since either is the answer to the other."""
+    return hashlib.sha256(min(word, word[::-1]).encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def corpus_rows(count: int, seed: int = 1) -> Iterator[dict[str, Any]]:
+    """Short documents: a scene, a word somebody finds in it, and what can be said of that word."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield {"text": _document(rng)}
+
+
+def chat_rows(count: int, seed: int = 2, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Questions about one word each, the four tasks in turn, every row another question."""
+    rng = random.Random(seed)
+    asked = set()
+    while len(asked) < count:
+        task = list(TASKS)[len(asked) % len(TASKS)]
+        word = make_word(rng, held_out)
+        question = rng.choice(QUESTIONS[task]).format(word=word)
+        if question not in asked:
+            asked.add(question)
+            yield {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": TASKS[task](word)},
+                ],
+                "task": task,
+            }
+
+
+TASKS: dict[str, Callable[[str], str]] = {
+    "reverse": lambda word: word[::-1],
+    "first": lambda word: word[0],
+    "last": lambda word: word[-1],
+    "count": lambda word: str(len(word)),
+}
+
+QUESTIONS = {
+    "reverse": ("Reverse {word}.", "Spell {word} backwards.", "What is {word} backwards?"),
+    "first": ("First letter of {word}?", "Which letter does {word} begin with?", "How does {word} start?"),
+    "last": ("Last letter of {word}?", "Which letter does {word} end with?", "How does {word} end?"),
+    "count": ("How many letters has {word}?", "Count the letters of {word}.", "How long is {word}?"),
+}
+
+STATEMENTS = (
+    "{word} read backwards is {backwards}.",
+    "{word} begins with {first} and ends with {last}.",
+    "{word} has {count} letters.",
+    "The first letter of {word} is {first}.",
+    "The last letter of {word} is {last}.",
+    "From its end, {word} is {backwards}.",
+)
+
+
+def _document(rng: random.Random) -> str:
+    person, word = rng.choice(PEOPLE), make_word(rng)
+    scene = f"{person} went to {rng.choice(PLACES)}. {rng.choice(WEATHER)} " if rng.random() < 0.5 else ""
+    found = f"{person} found {rng.choice(THINGS)} that said {word}. " if rng.random() < 0.5 else ""
+    facts = {"word": word, "backwards": word[::-1], "first": word[0], "last": word[-1], "count": len(word)}
+    said = rng.sample(STATEMENTS, rng.randint(2, 4))
+    return scene + found + " ".join(statement.format(**facts) for statement in said)

@@ -1,0 +1,68 @@
+"""Text from a decoder: prompts of different lengths at once, with a key/value cache, greedy or sampled.
+
+Prompts are padded on the left so that every row writes its next token in the same column; padding is its own document
+and is never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchstone.models.attention import KeyValueCache
+from torchstone.models.decoder import Decoder
+
+PADDING = -1
+
+
+@torch.inference_mode()
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt, up to (and without) the first stop token. Temperature 0 takes the likeliest."""
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("an empty prompt has nothing to continue")
+    device = decoder.tok_embed.weight.device
+    ids, positions, docs = _left_padded(prompts, device)
+    stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    cache = KeyValueCache(decoder.config.depth)
+    columns: list[Tensor] = []
+    for _ in range(max_new_tokens):
+        logits = decoder(ids, positions, docs, cache)[:, -1].float()
+        chosen = _choose(logits, temperature, generator)
+        done |= torch.isin(chosen, stops)
+        columns.append(torch.where(done, -1, chosen))
+        if bool(done.all()):
+            break
+        ids, positions, docs = chosen[:, None], positions[:, -1:] + 1, torch.zeros_like(chosen)[:, None]
+    if not columns:
+        return [[] for _ in prompts]
+    return [[token for token in row if token >= 0] for row in torch.stack(columns, dim=1).tolist()]
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities = (logits / temperature).softmax(dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    docs = torch.full_like(ids, PADDING)
+    for row, prompt in enumerate(prompts):
+        start = longest - len(prompt)
+        ids[row, start:] = torch.tensor(list(prompt))
+        positions[row, start:] = torch.arange(len(prompt))
+        docs[row, start:] = 0
+    return ids.to(device), positions.to(device), docs.to(device)

@@ -1,0 +1,89 @@
+"""What a person sees: a line a step, or a progress bar on a terminal; always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+
+class Eta:
+    """Time left, from the pace of the steps so far (the first is left out: it warms up kernels and caches)."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+        self._first: tuple[int, float] | None = None
+
+    def after(self, step: int) -> str:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        first, since = self._first
+        if self.total is None or step == first:
+            return "-" if self.total != step else clock(0)
+        return clock((now - since) / (step - first) * (self.total - step))
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def step_line(values: dict[str, Any], total: int | None, eta: str) -> str:
+    line = (
+        f"Step [{values['step']}/{total or '-'}] | Loss: {values['loss']:.4f} | LR: {values['lr']:.2e} | "
+        f"Grad Norm: {values['grad_norm']:.4f} | Tok/s: {values['tok_s']:,.0f} | ETA: {eta}"
+    )
+    return line if "val_loss" not in values else f"{line} | Validation loss: {values['val_loss']:.4f}"
+
+
+class Console:
+    """`say` is for things that happen once; `step` for every step."""
+
+    def __init__(self, style: str = "auto", log_every: int = 1) -> None:
+        self._rich = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        self.style = ("bar" if sys.stderr.isatty() else "lines") if style == "auto" else style
+        self.log_every = log_every
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._eta = Eta(None)
+        self._total: int | None = None
+
+    def say(self, text: str) -> None:
+        if self.style != "quiet":
+            self._rich.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        self._rich.print(f"warning: {text}", markup=False, style="yellow")
+
+    def begin(self, total: int | None, done: int) -> None:
+        self._eta, self._total = Eta(total), total
+        if self.style == "bar":
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), console=self._rich
+            )
+            self._progress.start()
+            self._task = self._progress.add_task("training", total=total, completed=done, state="")
+
+    def step(self, values: dict[str, Any]) -> None:
+        eta = self._eta.after(values["step"])
+        if self._progress is not None and self._task is not None:
+            line = step_line(values, self._total, eta)
+            self._progress.update(self._task, completed=values["step"], state=line.replace(" | ", "  "))
+            if "val_loss" in values:
+                self._progress.console.print(line, markup=False)
+        elif self.style == "lines" and self._due(values):
+            self._rich.print(step_line(values, self._total, eta), markup=False)
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _due(self, values: dict[str, Any]) -> bool:
+        step = values["step"]
+        return step == 1 or step % self.log_every == 0 or step == self._total or "val_loss" in values

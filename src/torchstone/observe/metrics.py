@@ -1,0 +1,62 @@
+"""metrics.jsonl: one line a step, unrounded, for machines.
+
+A run that goes on from a checkpoint first cuts the lines after it, so that the file reads as one uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+class MetricsFile:
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        """Opens `path` to go on after `resumed_step`."""
+        self.removed = _cut(path, resumed_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most a CUDA device has held, or what this process holds of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def _cut(path: Path, last_step: int) -> int:
+    """Drops lines after `last_step` and a half-written last one; returns how many. The old file stays until the end."""
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if _step_of(line) <= last_step]
+    if len(kept) < len(lines):
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    return len(lines) - len(kept)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")

@@ -1,0 +1,79 @@
+"""The loss of a model over a data file and, where the rows hold answers, how many it gives word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchstone.config.schema import Config
+from torchstone.data.formats import messages_of
+from torchstone.data.loader import load_data
+from torchstone.data.sources import read_rows
+from torchstone.data.tokenize import Tokenizer
+from torchstone.models.decoder import Decoder
+from torchstone.models.generate import generate
+from torchstone.training.step import mean_loss
+
+QUESTIONS_AT_A_TIME = 64
+
+
+def evaluate_file(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    config: Config,
+    path: Path,
+    device: torch.device,
+    questions: int | None,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """`loss` per token, `tokens` it was taken over, and for conversations `exact_match` over `questions` rows."""
+    data = load_data(config, tokenizer, path, None, report)
+    everything = np.arange(len(data.train))
+    size = data.batching.global_batch_size
+    batches = (data.step_batch(data.train, everything[at : at + size], at) for at in range(0, len(everything), size))
+    loss, tokens = mean_loss(decoder, batches, data.packed, device)
+    found: dict[str, Any] = {"data": str(path), "loss": loss, "tokens": tokens, "samples": len(everything)}
+    if data.shape == "messages" and questions != 0:
+        found |= exact_match(decoder, tokenizer, path, questions)
+    return found
+
+
+def exact_match(decoder: Decoder, tokenizer: Tokenizer, path: Path, questions: int | None) -> dict[str, Any]:
+    """Greedy answers to all but the last message of each row, compared with that last message."""
+    asked = []
+    for row in read_rows(path):
+        messages = messages_of(row)
+        if messages[-1]["role"] == "assistant":
+            asked.append((messages[:-1], messages[-1]["content"]))
+        if questions is not None and len(asked) == questions:
+            break
+    answers = answer(decoder, tokenizer, [messages for messages, _ in asked], _longest(tokenizer, asked))
+    right = [given.strip() == wanted.strip() for given, (_, wanted) in zip(answers, asked, strict=True)]
+    examples = [
+        {"question": messages[-1]["content"], "answer": given, "wanted": wanted}
+        for given, (messages, wanted) in list(zip(answers, asked, strict=True))[:8]
+    ]
+    return {"exact_match": sum(right) / max(1, len(right)), "questions": len(right), "examples": examples}
+
+
+def answer(
+    decoder: Decoder, tokenizer: Tokenizer, conversations: list[list[dict[str, Any]]], max_new_tokens: int
+) -> list[str]:
+    prompts = [tokenizer.encode(tokenizer.template.prompt(messages)) for messages in conversations]
+    was_training = decoder.training
+    decoder.eval()
+    answers = []
+    for at in range(0, len(prompts), QUESTIONS_AT_A_TIME):
+        part = prompts[at : at + QUESTIONS_AT_A_TIME]
+        answers += [tokenizer.decode(ids) for ids in generate(decoder, part, max_new_tokens, tokenizer.stop_ids)]
+    decoder.train(was_training)
+    return answers
+
+
+def _longest(tokenizer: Tokenizer, asked: list[tuple[list[dict[str, Any]], str]]) -> int:
+    """Room for the longest wanted answer and its end, so that a longer wrong one is not cut into a right one."""
+    return 4 + max((len(tokenizer.encode(wanted)) for _, wanted in asked), default=0)

@@ -1,0 +1,55 @@
+"""How long a run is: every limit that is given, as optimizer steps, before the first one is made.
+
+Tokens can be counted ahead because the order of the samples is known. So every mode has its number of steps, the
+schedule knows its end, and the ETA means something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchstone.config.schema import TrainingConfig
+from torchstone.data.loader import RunData
+from torchstone.data.sampler import InfiniteSampler
+
+
+@dataclass(frozen=True)
+class Length:
+    """Steps of the run and the sample at which it ends; None for a run without end."""
+
+    steps: int | None
+    samples: int | None
+
+
+def run_length(training: TrainingConfig, data: RunData, shuffle: bool) -> Length:
+    if training.mode == "infinite":
+        return Length(None, None)
+    size, per_step = len(data.train), data.batching.global_batch_size
+    ends = []
+    if training.max_steps is not None:
+        ends.append(training.max_steps * per_step)
+    if training.max_tokens is not None:
+        needed = _samples_for(training.max_tokens, data, training.seed, shuffle)
+        ends.append(-(-needed // per_step) * per_step)
+    if training.max_epochs is not None or not ends:
+        ends.append(max(1, round((training.max_epochs or 1) * size)))
+    samples = min(ends)
+    return Length(-(-samples // per_step), samples)
+
+
+def _samples_for(tokens: int, data: RunData, seed: int, shuffle: bool) -> int:
+    """Samples after which at least `tokens` tokens have been seen."""
+    size = len(data.train)
+    per_epoch = int(data.train.lengths.sum())
+    epoch, rest = divmod(tokens, per_epoch)
+    if rest == 0:
+        return epoch * size
+    seen = np.cumsum(data.train.lengths[InfiniteSampler(size, seed, shuffle).order(epoch)])
+    return epoch * size + int(np.searchsorted(seen, rest)) + 1
+
+
+def crossed(before: float, after: float, every: float | None) -> bool:
+    """Whether a multiple of `every` lies in (before, after]."""
+    return every is not None and int(after / every + 1e-9) > int(before / every + 1e-9)

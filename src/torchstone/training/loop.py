@@ -1,0 +1,214 @@
+"""The loop: steps until the end, and between them validation, metrics and checkpoints.
+
+After every step, in this order: callbacks see it, validation where it is due, the line in metrics.jsonl, the
+checkpoint. So a checkpoint is never ahead of the metrics, and a killed run leaves at most lines to cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchstone.checkpoint.load import CHECKPOINTS
+from torchstone.checkpoint.save import mark_best, remove_old, save_checkpoint
+from torchstone.config.schema import Config
+from torchstone.data.loader import RunData, StepBatch
+from torchstone.data.tokenize import Tokenizer
+from torchstone.errors import OutOfMemoryError, StoppedBySignal
+from torchstone.models.weights import Model
+from torchstone.observe.console import Console
+from torchstone.observe.metrics import MetricsFile, memory_bytes
+from torchstone.optim.schedule import learning_rate
+from torchstone.training.length import Length, crossed
+from torchstone.training.state import Progress
+from torchstone.training.step import mean_loss, train_step
+from torchstone.training.stop import StopRequest, listen
+
+
+@dataclass
+class Run:
+    """Everything a run consists of. Callbacks get it; `run.stop("why")` ends it after the step in hand."""
+
+    config: Config
+    model: Model
+    tokenizer: Tokenizer
+    data: RunData
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    length: Length
+    progress: Progress
+    console: Console
+    saved_with: dict[str, Any]
+    request: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.config.output_dir)
+
+    @property
+    def epoch(self) -> float:
+        return self.progress.samples / len(self.data.train)
+
+    def stop(self, reason: str) -> None:
+        self.request.stop(reason)
+
+
+class Callback:
+    """Override what you want to see. Return values are ignored; `run.stop(reason)` ends the run."""
+
+    def on_start(self, run: Run) -> None: ...
+
+    def on_step(self, run: Run, values: dict[str, Any]) -> None: ...
+
+    def on_validation(self, run: Run, loss: float) -> None: ...
+
+    def on_checkpoint(self, run: Run, folder: Path) -> None: ...
+
+    def on_end(self, run: Run) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: where its last checkpoint is, and the last values measured."""
+
+    step: int
+    checkpoint: Path | None
+    loss: float | None
+    val_loss: float | None
+    stopped: str | None
+
+
+def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """Trains to the end of the run. A signal saves and raises `StoppedBySignal`."""
+    metrics = MetricsFile(run.output_dir / "metrics.jsonl", run.progress.step)
+    if metrics.removed:
+        run.console.say(f"metrics.jsonl: cut {metrics.removed} lines after step {run.progress.step}")
+    run.model.decoder.train()
+    run.console.begin(run.length.steps, run.progress.step)
+    for callback in callbacks:
+        callback.on_start(run)
+    try:
+        with listen(run.request):
+            outcome = _steps(run, callbacks, metrics)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"step {run.progress.step + 1} does not fit on {run.device}: {str(error).splitlines()[0]}",
+            "make training.batch_size (or max_tokens_per_gpu) or data.context_length smaller; the global batch stays",
+        ) from None
+    finally:
+        run.console.end()
+        metrics.close()
+    for callback in callbacks:
+        callback.on_end(run)
+    return outcome
+
+
+def _steps(run: Run, callbacks: Sequence[Callback], metrics: MetricsFile) -> Outcome:
+    loss, val_loss, folder = None, None, None
+    began = time.perf_counter()
+    for batch in run.data.batches(run.config, run.progress.samples, run.length.samples):
+        before = Progress(**vars(run.progress))
+        values = _one_step(run, batch, began)
+        loss = values["loss"]
+        for callback in callbacks:
+            callback.on_step(run, values)
+        if _validation_due(run, before):
+            val_loss = values["val_loss"] = _validate(run, callbacks)
+        metrics.write(values)
+        run.console.step(values)
+        if _checkpoint_due(run, before, improved=run.progress.best_step == run.progress.step):
+            folder = _save(run, callbacks)
+        if run.request:
+            break
+        began = time.perf_counter()
+    if run.request.signal is not None:
+        folder = folder if folder and folder.name.endswith(f"{run.progress.step:08d}") else _save(run, callbacks)
+        raise StoppedBySignal(
+            f"stopped by {run.request.signal.name} after step {run.progress.step}, saved in {folder}",
+            "the same command goes on from there",
+        )
+    return Outcome(run.progress.step, folder, loss, val_loss, run.request.reason)
+
+
+def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
+    progress, optim, module = run.progress, run.config.optim, run.model.decoder
+    rate = learning_rate(progress.step, run.length.steps, optim)
+    result = train_step(
+        module, run.optimizer, batch, progress.step + 1, rate, optim.max_grad_norm, run.data.packed, run.device
+    )
+    progress.step += 1
+    progress.samples += batch.samples
+    progress.tokens += batch.tokens
+    progress.loss_tokens += batch.loss_tokens
+    seconds = time.perf_counter() - began
+    return {
+        "step": progress.step,
+        "loss": result.loss,
+        "lr": rate,
+        "grad_norm": result.grad_norm,
+        "tokens": batch.tokens,
+        "loss_tokens": batch.loss_tokens,
+        "padding": batch.padding,
+        "samples": batch.samples,
+        "micro_batches": len(batch.micro_batches),
+        "epoch": run.epoch,
+        "total_tokens": progress.tokens,
+        "tok_s": batch.tokens / seconds,
+        "step_s": seconds,
+        "memory": memory_bytes(run.device),
+    }
+
+
+def _is_last(run: Run) -> bool:
+    reached = run.length.steps is not None and run.progress.step >= run.length.steps
+    return reached or run.request.reason is not None
+
+
+def _due(run: Run, before: Progress, steps: int | None, samples: int | None, epochs: float | None) -> bool:
+    size = len(run.data.train)
+    return (
+        crossed(before.step, run.progress.step, steps)
+        or crossed(before.samples, run.progress.samples, samples)
+        or crossed(before.samples / size, run.progress.samples / size, epochs)
+    )
+
+
+def _validation_due(run: Run, before: Progress) -> bool:
+    when = run.config.training
+    if run.data.validation is None or run.request.signal is not None:
+        return False
+    every = (when.validate_every_steps, when.validate_every_samples, when.validate_every_epochs)
+    return _due(run, before, *every) or (when.validate_at_end and _is_last(run))
+
+
+def _checkpoint_due(run: Run, before: Progress, improved: bool) -> bool:
+    when = run.config.checkpoint
+    every = (when.every_steps, when.every_samples, when.every_epochs)
+    return _due(run, before, *every) or (when.at_end and _is_last(run)) or (when.save_best and improved)
+
+
+def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
+    loss, _ = mean_loss(run.model.decoder, run.data.validation_batches(), run.data.packed, run.device)
+    if run.progress.best_loss is None or loss < run.progress.best_loss:
+        run.progress.best_loss, run.progress.best_step = loss, run.progress.step
+    for callback in callbacks:
+        callback.on_validation(run, loss)
+    return loss
+
+
+def _save(run: Run, callbacks: Sequence[Callback]) -> Path:
+    root, when = run.output_dir / CHECKPOINTS, run.config.checkpoint
+    state = run.progress.to_dict() | run.saved_with
+    folder = save_checkpoint(root, run.progress.step, run.model, run.tokenizer, run.optimizer, state)
+    if when.save_best and run.progress.best_step == run.progress.step and run.progress.best_loss is not None:
+        mark_best(root, run.progress.step, run.progress.best_loss)
+    removed = remove_old(root, when.keep_last)
+    run.console.say(f"saved {folder}" + (f", removed steps {removed}" if removed else ""))
+    for callback in callbacks:
+        callback.on_checkpoint(run, folder)
+    return folder
