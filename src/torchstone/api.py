@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder
 from torchstone.config.load import load_config
-from torchstone.config.schema import Config
+from torchstone.config.schema import Config, SystemConfig
 from torchstone.data.tokenize import load_tokenizer
 from torchstone.demo.builtin import data_file
 from torchstone.models.weights import load_model
 from torchstone.observe.console import Console
-from torchstone.training.assemble import assemble, open_data, pick_device, run_folder, tokenizer_path
+from torchstone.training.assemble import assemble, open_data, pick_device, record_config, run_folder, tokenizer_path
 from torchstone.training.evaluate import answer, evaluate_file
 from torchstone.training.loop import Callback, Outcome, train_loop
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def train(
@@ -34,8 +37,9 @@ def train(
     """Trains to the end of the run; starting it again goes on where it was."""
     settings = _settings(config, overrides, preset)
     console = Console(settings.observe.console, settings.observe.log_every_steps)
-    with run_folder(settings, console):
+    with run_folder(settings):
         run = assemble(settings, console)
+        record_config(run)
         if run.length.steps is not None and run.progress.step >= run.length.steps:
             console.say(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.length.steps}")
             return Outcome(run.progress.step, resolve_model_folder(settings.output_dir), None, None, None)
@@ -66,7 +70,7 @@ def evaluate(
     data: str,
     questions: int | None = None,
     context_length: int = 1024,
-    device: str = "auto",
+    device: Device = "auto",
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -76,14 +80,13 @@ def evaluate(
             "model.path": source,
             "data.path": data,
             "data.context_length": context_length,
-            "data.packing": False,
             "data.cache_dir": cache_dir,
-            "training.batch_size": 16,
+            "training.global_batch_size": 64,
             "system.device": device,
         }
     )
     console = Console("quiet" if quiet else "lines")
-    place = pick_device(settings)
+    place = pick_device(settings.system)
     folder = resolve_model_folder(source)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, "sdpa", place)
@@ -92,7 +95,7 @@ def evaluate(
     return {"model": str(folder)} | found
 
 
-def export(source: str, target: str | Path, dtype: str = "float32", verify: bool = True) -> dict[str, Any]:
+def export(source: str, target: str | Path, dtype: Dtype = "float32", verify: bool = True) -> dict[str, Any]:
     """A Hugging Face folder from a run, a checkpoint or another folder, checked by loading it in Transformers."""
     return export_model(source, Path(target), dtype, verify)
 
@@ -100,11 +103,10 @@ def export(source: str, target: str | Path, dtype: str = "float32", verify: bool
 class Chat:
     """A conversation with a run, a checkpoint or a Hugging Face folder."""
 
-    def __init__(self, source: str, max_new_tokens: int = 256, device: str = "auto") -> None:
-        settings = load_config(overrides={"model.path": source, "data.path": "-", "system.device": device})
+    def __init__(self, source: str, max_new_tokens: int = 256, device: Device = "auto") -> None:
         folder = resolve_model_folder(source)
         self.tokenizer = load_tokenizer(folder)
-        self.model = load_model(folder, "sdpa", pick_device(settings))
+        self.model = load_model(folder, "sdpa", pick_device(SystemConfig(device=device)))
         self.max_new_tokens = max_new_tokens
         self.messages: list[dict[str, Any]] = []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -29,6 +29,8 @@ app = App(
 flags: list[tuple[str, str]] = []
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 KEYS = "Every config key is a flag too: --section.key VALUE. `torchstone train --help-keys` lists them all."
 
 
@@ -109,7 +111,7 @@ def evaluate(
     data: str,
     questions: int | None = None,
     context_length: int = 1024,
-    device: str = "auto",
+    device: Device = "auto",
     cache_dir: str = "cache/datasets",
     as_json: JsonFlag = False,
 ) -> None:
@@ -138,7 +140,7 @@ def evaluate(
 
 @app.command
 def export(
-    source: str, target: Path, /, *, dtype: str = "float32", verify: bool = True, as_json: JsonFlag = False
+    source: str, target: Path, /, *, dtype: Dtype = "float32", verify: bool = True, as_json: JsonFlag = False
 ) -> None:
     """Write a Hugging Face folder and prove it by loading it in Transformers.
 
@@ -150,15 +152,13 @@ def export(
         as_json: Print what was written and measured as JSON.
     """
     _no_flags("export")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype cannot be {dtype!r}", "it is one of float32, bfloat16, float16")
     from torchstone import api
 
     _show(api.export(source, target, dtype, verify), as_json)
 
 
 @app.command
-def chat(source: str, /, *, prompt: str | None = None, max_new_tokens: int = 256, device: str = "auto") -> None:
+def chat(source: str, /, *, prompt: str | None = None, max_new_tokens: int = 256, device: Device = "auto") -> None:
     """Talk to a model that was trained on conversations; an empty line or Ctrl-D ends, /new forgets what was said.
 
     Args:

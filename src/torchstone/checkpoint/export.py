@@ -54,7 +54,9 @@ def export_model(source: str, target: Path, dtype: str = "float32", verify: bool
 def verify_folder(folder: Path, model: Model, tokenizer: Tokenizer) -> float:
     """Loads `folder` in Transformers; the largest difference of a logit in fp32."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype="auto").eval()
     state = theirs.state_dict()
     for name, parameter in model.decoder.named_parameters():

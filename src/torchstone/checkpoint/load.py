@@ -21,6 +21,7 @@ CHECKPOINTS = "checkpoints"
 def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None]) -> Path | None:
     """The verified checkpoint that `checkpoint.resume` means, or None to start anew."""
     root = output_dir / CHECKPOINTS
+    manifest.tidy(root)
     found = manifest.list_checkpoints(root)
     if resume == "never":
         if found:

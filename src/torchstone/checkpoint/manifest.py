@@ -55,6 +55,16 @@ def committed(final: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def tidy(root: Path) -> None:
+    """Removes what an interrupted save left behind, and puts back a folder whose replacement never arrived."""
+    for left in root.glob(".step-*"):
+        final = root / left.name.removeprefix(".").rsplit(".", 1)[0]
+        if left.suffix == ".replaced" and not final.exists():
+            left.rename(final)
+        elif left.suffix in (".partial", ".replaced", ".removed"):
+            shutil.rmtree(left)
+
+
 def verify(folder: Path) -> None:
     """Every file of the manifest is there with the hash it was written with."""
     manifest = read_json(folder / MANIFEST)

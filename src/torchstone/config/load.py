@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -135,7 +135,7 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
     return [(key, value)]
 
 
-def _collect(found: list[tuple[str, Any, str | None]]) -> dict[str, Setting]:
+def _collect(found: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting]:
     """The settings of one source. Two names of one setting in it would let their order decide: refused."""
     settings: dict[str, Setting] = {}
     for spelled, value, origin in found:

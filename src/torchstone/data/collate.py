@@ -18,7 +18,7 @@ from torchstone.data.tokenize import Encoded
 
 PADDING = -1
 # Rows end at a multiple of this, so that kernels and compilers meet few shapes.
-BUCKET = 16
+BUCKET = 8
 
 
 class MicroBatch(NamedTuple):
@@ -38,7 +38,7 @@ def collate(rows: list[list[Encoded]], pad_id: int, length: int | None = None) -
     longest = max(sum(len(sequence.ids) for sequence in row) for row in rows)
     width = length or -(-longest // BUCKET) * BUCKET
     assert longest <= width, f"a row of {longest} tokens in a batch of {width}"
-    ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    ids: np.ndarray = np.full((len(rows), width), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORED)
     positions = np.zeros_like(ids)
     doc_ids = np.full_like(ids, PADDING)

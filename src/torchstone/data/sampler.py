@@ -14,7 +14,8 @@ class InfiniteSampler:
         if size < 1:
             raise ValueError("a sampler needs at least one sample")
         self.size, self.seed, self.shuffle, self.drawn = size, seed, shuffle, drawn
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._epoch = -1
+        self._order: np.ndarray = np.empty(0, dtype=np.int64)
 
     def take(self, count: int) -> np.ndarray:
         """The next `count` samples; a draw may run across the end of an epoch."""

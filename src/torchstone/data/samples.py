@@ -46,7 +46,7 @@ class StreamRows:
         self.cache, self.members, self.row_length = cache, members, row_length
         self.ends = np.cumsum(cache.lengths[members])
         total = int(self.ends[-1]) if len(self.ends) else 0
-        self.lengths = np.diff(np.append(np.arange(0, total, row_length), total))
+        self.lengths: np.ndarray = np.diff(np.append(np.arange(0, total, row_length), total))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -54,7 +54,8 @@ class StreamRows:
     def get(self, index: int) -> list[Encoded]:
         start = index * self.row_length
         stop = start + int(self.lengths[index])
-        first, last = np.searchsorted(self.ends, [start, stop - 1], side="right")
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        last = int(np.searchsorted(self.ends, stop - 1, side="right"))
         pieces = []
         for document in range(first, last + 1):
             end = int(self.ends[document])

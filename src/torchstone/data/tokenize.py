@@ -177,7 +177,7 @@ class Encoder:
 
     def _trained(self, offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
         """A token belongs to the answer when it ends inside it: the model must produce it to go on."""
-        trained = np.zeros(len(offsets), dtype=bool)
+        trained: np.ndarray = np.zeros(len(offsets), dtype=bool)
         for start, end in spans:
             inside = (offsets[:, 1] > start) & (offsets[:, 1] <= end) & (offsets[:, 0] < end)
             self.counts.straddling_tokens += int((inside & (offsets[:, 0] < start)).sum())

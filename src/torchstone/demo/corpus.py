@@ -58,7 +58,7 @@ def corpus_rows(count: int, seed: int = 1) -> Iterator[dict[str, Any]]:
 def chat_rows(count: int, seed: int = 2, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """Questions about one word each, the four tasks in turn, every row another question."""
     rng = random.Random(seed)
-    asked = set()
+    asked: set[str] = set()
     while len(asked) < count:
         task = list(TASKS)[len(asked) % len(TASKS)]
         word = make_word(rng, held_out)

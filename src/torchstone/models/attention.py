@@ -23,7 +23,7 @@ class KeyValueCache:
         old_keys, old_values = self.keys[layer], self.values[layer]
         self.keys[layer] = keys if old_keys is None else torch.cat((old_keys, keys), dim=2)
         self.values[layer] = values if old_values is None else torch.cat((old_values, values), dim=2)
-        return self.keys[layer], self.values[layer]  # type: ignore[return-value]
+        return self.keys[layer], self.values[layer]
 
 
 def visible(doc_ids_BT: Tensor | None, cache: KeyValueCache | None = None) -> Tensor | None:

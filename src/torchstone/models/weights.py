@@ -80,8 +80,8 @@ def load_weights(decoder: Decoder, family: Family, folder: Path) -> None:
     files = weight_files(folder)
     names = {name: file for file in files for name in _names_in(file)}
     places = {name: family.ours(name) for name in names if not name.endswith(NOT_WEIGHTS)}
-    tied_copy = "head.weight" if decoder.config.tied else None
-    unknown = sorted(name for name, ours in places.items() if ours not in wanted and ours != tied_copy)
+    copies = [name for name, ours in places.items() if ours == "head.weight" and decoder.config.tied]
+    unknown = sorted(name for name, ours in places.items() if ours not in wanted and name not in copies)
     missing = sorted(family.theirs(name) for name in set(wanted) - set(places.values()))
     if unknown or missing:
         raise CheckpointError(
@@ -92,7 +92,6 @@ def load_weights(decoder: Decoder, family: Family, folder: Path) -> None:
                 if found
             ),
         )
-    copies = [name for name, ours in places.items() if ours == tied_copy]
     for file in files:
         for name, tensor in _tensors_in(file, [n for n in places if names[n] == file and n not in copies]):
             _copy(tensor, wanted[places[name]], name, file)

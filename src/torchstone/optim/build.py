@@ -22,7 +22,8 @@ def kind_of(name: str, parameter: nn.Parameter) -> str:
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.AdamW:
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for name, parameter in named:
         (kept if kind_of(name, parameter) in optim.no_decay else decayed).append(parameter)
     groups = [

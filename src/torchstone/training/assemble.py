@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,9 @@ from torchstone.checkpoint.load import (
     restore_optimizer,
     restore_random,
 )
-from torchstone.checkpoint.manifest import write_json
+from torchstone.checkpoint.manifest import read_json, write_json
 from torchstone.config.load import to_dict
-from torchstone.config.schema import Config
+from torchstone.config.schema import Config, SystemConfig
 from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
@@ -39,7 +38,7 @@ DTYPES = {"fp32": torch.float32, "bf16-pure": torch.bfloat16}
 
 
 def assemble(config: Config, console: Console) -> Run:
-    device = pick_device(config)
+    device = pick_device(config.system)
     torch.manual_seed(config.training.seed)
     checkpoint = find_resume(Path(config.output_dir), config.checkpoint.resume, console.warn)
     tokenizer = load_tokenizer(checkpoint or tokenizer_path(config))
@@ -81,8 +80,7 @@ def tokenizer_path(config: Config) -> Path:
     return resolve_model_folder(config.model.path)
 
 
-def pick_device(config: Config) -> torch.device:
-    system = config.system
+def pick_device(system: SystemConfig) -> torch.device:
     if system.threads is not None:
         torch.set_num_threads(system.threads)
     if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
@@ -101,8 +99,8 @@ def pick_device(config: Config) -> torch.device:
 
 
 @contextmanager
-def run_folder(config: Config, console: Console) -> Iterator[None]:
-    """The output folder, held by this process alone, with the config that runs in it."""
+def run_folder(config: Config) -> Iterator[None]:
+    """The output folder, held by this process alone."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as lock:
@@ -110,12 +108,16 @@ def run_folder(config: Config, console: Console) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"another process is training into {folder}", "choose another --output-dir") from None
-        path = folder / "config.json"
-        if path.is_file():
-            for line in differences(json.loads(path.read_text()), to_dict(config)):
-                console.warn(f"the run in {folder} was started with {line}")
-        write_json(path, to_dict(config))
         yield
+
+
+def record_config(run: Run) -> None:
+    """Keeps the config beside the run, and says what is no longer as it was when the run began."""
+    path = run.output_dir / "config.json"
+    if run.progress.step > 0 and path.is_file():
+        for line in differences(read_json(path), to_dict(run.config)):
+            run.console.warn(f"the run in {run.output_dir} was started with {line}")
+    write_json(path, to_dict(run.config))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 from torchstone.data.loader import StepBatch
 from torchstone.errors import DataError
 from torchstone.loss.cross_entropy import token_loss_sum
-from torchstone.optim.clip import clip_gradients
+from torchstone.optim.clip import clip_gradients, gradient_norm
 from torchstone.training.guard import check_numbers
 
 
@@ -37,13 +37,14 @@ def train_step(
 ) -> StepResult:
     """Step number `step` (from 1) of `module` on `batch`."""
     loss = backward(module, batch, step, packed, device)
-    grad_norm = clip_gradients(module.parameters(), max_grad_norm).item()
-    check_numbers(step, loss, grad_norm, module)
+    norm = gradient_norm(module.parameters())
+    check_numbers(step, loss, norm.item(), module)
+    clip_gradients(module.parameters(), norm, max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm)
+    return StepResult(loss, norm.item())
 
 
 def backward(module: nn.Module, batch: StepBatch, step: int, packed: bool, device: torch.device) -> float:

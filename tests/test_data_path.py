@@ -1,0 +1,241 @@
+"""From rows to micro-batches: what is trained is what was meant, and every token is accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import write_rows
+from torchstone.config.schema import TrainingConfig
+from torchstone.data.cache import TokenCache, open_cache
+from torchstone.data.collate import collate
+from torchstone.data.formats import IGNORED
+from torchstone.data.packing import Batching, batching, first_fit
+from torchstone.data.sampler import InfiniteSampler
+from torchstone.data.samples import StreamRows, split
+from torchstone.data.sources import read_rows
+from torchstone.data.template import ChatTemplate
+from torchstone.data.tokenize import Encoded, Tokenizer
+from torchstone.errors import DataError, UsageError
+
+
+def opened(
+    path: Path, tokenizer: Tokenizer, tmp_path: Path, limit: int | None = 64, on_long: str = "drop"
+) -> TokenCache:
+    return open_cache(path, tokenizer, lambda shape: limit, on_long, tmp_path / "cache", lambda text: None)
+
+
+class TestSources:
+    @pytest.mark.parametrize(
+        ("content", "line", "reason"),
+        [
+            (b'{"text": "a"}\n{"text": \n', 2, "not JSON"),
+            (b'{"text": "a"}\n\n[1]\n', 3, "a row is an object"),
+            (b'{"text": "a"}\n{"text": "\xff"}\n', 2, "not UTF-8"),
+        ],
+    )
+    def test_a_bad_line_is_named(self, tmp_path: Path, content: bytes, line: int, reason: str) -> None:
+        path = tmp_path / "bad.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"bad.jsonl:{line}: {reason}") as caught:
+            list(read_rows(path))
+        assert caught.value.exit_code == 3
+
+    def test_a_byte_order_mark_and_a_missing_last_newline_are_harmless(self, tmp_path: Path) -> None:
+        path = tmp_path / "bom.jsonl"
+        path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}')
+        assert [row.value["text"] for row in read_rows(path)] == ["a", "b"]
+
+    @pytest.mark.parametrize(
+        ("rows", "reason"),
+        [
+            ([{"txt": "a"}], "no known row shape"),
+            ([{"text": ""}], "text is empty"),
+            ([{"text": 3}], "text is not a string"),
+            ([{"messages": []}], "messages is empty"),
+            ([{"messages": [{"content": "a"}]}], "message 0 has no role"),
+            ([{"messages": [{"role": "user", "content": "a"}]}], "no assistant message"),
+            ([{"messages": [{"role": "assistant", "content": None}]}], "has no text content"),
+            ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids and 1 labels"),
+            ([{"input_ids": [1, 999]}], "id 999 is outside the vocabulary"),
+            ([{"input_ids": [1, 2], "len": 3}], "len says 3"),
+            ([{"text": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}], "rows before this one"),
+            ([], "no rows"),
+            ([{"input_ids": [1, 2], "labels": [-100, -100]}], "none of its 1 rows has a token to train on"),
+        ],
+    )
+    def test_a_row_that_cannot_be_trained_on_stops_with_the_reason(
+        self, tmp_path: Path, tokenizer: Tokenizer, rows: list, reason: str
+    ) -> None:
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        with pytest.raises(DataError, match=reason):
+            opened(path, tokenizer, tmp_path)
+
+
+class TestTemplate:
+    def test_only_the_answers_and_their_ends_are_trained(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "First letter of KATO?"},
+            {"role": "assistant", "content": "K"},
+            {"role": "user", "content": "And the last?"},
+            {"role": "assistant", "content": "O it is"},
+        ]
+        cache = opened(write_rows(tmp_path / "a.jsonl", [{"messages": messages}]), tokenizer, tmp_path)
+        sequence = cache.sequence(0)
+        trained = sequence.ids[sequence.labels != IGNORED].tolist()
+        assert tokenizer.hf.decode(trained) == "K<|end|>O it is<|end|>"
+        theirs = tokenizer.hf.apply_chat_template(messages, tokenize=True).input_ids
+        assert sequence.ids.tolist() == theirs
+
+    def test_the_prompt_is_transformers_own(self, tokenizer: Tokenizer) -> None:
+        messages = [{"role": "user", "content": "Hello."}]
+        theirs = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.template.prompt(messages) == theirs
+
+    def test_a_template_that_rewrites_the_past_is_refused(self) -> None:
+        template = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
+        with pytest.raises(DataError, match="first difference at character 0"):
+            template.conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+    def test_a_template_cannot_reach_python(self) -> None:
+        template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
+        with pytest.raises(DataError, match="refused"):
+            template.prompt([{"role": "user", "content": "a"}])
+
+    def test_the_end_of_a_turn_stops_an_answer(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.hf.convert_ids_to_tokens(tokenizer.stop_ids) == ["<|endoftext|>", "<|end|>"]
+
+
+class TestCache:
+    def test_it_is_built_once_and_read_again(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+        first = opened(text_file, tokenizer, tmp_path)
+        stamp = (first.folder / "ids.bin").stat().st_mtime_ns
+        again = opened(text_file, tokenizer, tmp_path)
+        assert again.folder == first.folder
+        assert (again.folder / "ids.bin").stat().st_mtime_ns == stamp
+
+    def test_whatever_decides_the_tokens_decides_the_key(
+        self, tokenizer: Tokenizer, chat_file: Path, tmp_path: Path
+    ) -> None:
+        keys = {opened(chat_file, tokenizer, tmp_path).key, opened(chat_file, tokenizer, tmp_path, limit=32).key}
+        changed = tmp_path / "changed.jsonl"
+        changed.write_text(chat_file.read_text().replace("?", "!"))
+        keys.add(opened(changed, tokenizer, tmp_path).key)
+        template = tokenizer.hf.chat_template
+        try:
+            tokenizer.hf.chat_template = template.replace("<|end|>", "<|end|>\n")
+            keys.add(opened(chat_file, Tokenizer(tokenizer.hf, "edited"), tmp_path).key)
+        finally:
+            tokenizer.hf.chat_template = template
+        assert len(keys) == 4
+
+    def test_text_ends_with_the_end_of_text(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+        cache = opened(text_file, tokenizer, tmp_path, limit=None)
+        first = json.loads(text_file.read_text().splitlines()[0])["text"]
+        assert cache.sequence(0).ids.tolist() == [*tokenizer.encode(first), tokenizer.eos_id]
+
+    def test_long_rows_are_counted_and_named(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        rows = [{"input_ids": [1] * n} for n in (3, 50, 8, 9)]
+        path = write_rows(tmp_path / "long.jsonl", rows)
+        dropped = opened(path, tokenizer, tmp_path, limit=8)
+        assert (len(dropped), dropped.counts.dropped_long) == (2, 2)
+        assert dropped.counts.examples == [f"{path}:2 (50 tokens)", f"{path}:4 (9 tokens)"]
+        cut = opened(path, tokenizer, tmp_path, limit=8, on_long="truncate")
+        assert (cut.lengths.tolist(), cut.counts.truncated_long) == ([3, 8, 8, 8], 2)
+
+
+class TestRows:
+    def test_no_token_of_the_stream_is_lost_or_repeated(
+        self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path
+    ) -> None:
+        cache = opened(text_file, tokenizer, tmp_path, limit=None)
+        rows = StreamRows(cache, np.arange(len(cache)), 50)
+        seen = [i for row in range(len(rows)) for piece in rows.get(row) for i in piece.ids.tolist()]
+        assert seen == cache.ids.tolist()
+        assert rows.lengths.tolist()[:-1] == [50] * (len(rows) - 1)
+
+    def test_held_out_documents_are_not_trained_on(self) -> None:
+        train, held_out = split(100, 0.1, seed=3)
+        assert (len(train), len(held_out)) == (90, 10)
+        assert sorted([*train, *held_out]) == list(range(100))
+        assert split(100, 0.1, seed=4)[1].tolist() != held_out.tolist()
+        with pytest.raises(DataError, match="leaves none to train on"):
+            split(1, 0.5, seed=0)
+
+
+class TestSampler:
+    def test_every_epoch_is_a_permutation_and_they_differ(self) -> None:
+        drawn = InfiniteSampler(10, seed=0).take(30).reshape(3, 10)
+        assert [sorted(epoch) for epoch in drawn.tolist()] == [list(range(10))] * 3
+        assert drawn[0].tolist() != drawn[1].tolist()
+
+    @pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 25])
+    def test_going_on_from_any_count_gives_the_same_order(self, start: int) -> None:
+        whole = InfiniteSampler(10, seed=7).take(60)
+        assert InfiniteSampler(10, seed=7, drawn=start).take(60 - start).tolist() == whole[start:].tolist()
+
+    def test_without_shuffling_the_order_is_the_files(self) -> None:
+        assert InfiniteSampler(3, seed=0, shuffle=False).take(7).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+class TestBatching:
+    @pytest.mark.parametrize(
+        ("given", "shape", "packing", "expected"),
+        [
+            ({}, "text", True, Batching(8, 8, None)),
+            ({}, "messages", False, Batching(4, 4, None)),
+            ({}, "messages", True, Batching(4, None, 128)),
+            ({"global_batch_size": 10, "batch_size": 4}, "text", True, Batching(10, 4, None)),
+            ({"batch_size": 4, "grad_accum_steps": 3}, "text", True, Batching(12, 4, None)),
+            ({"global_batch_size": 10, "grad_accum_steps": 3}, "text", True, Batching(10, 4, None)),
+            ({"max_tokens_per_gpu": 512}, "text", True, Batching(4, 4, None)),
+            ({"max_tokens_per_gpu": 512, "global_batch_size": 64}, "messages", True, Batching(64, None, 512)),
+        ],
+    )
+    def test_what_is_not_given_follows(self, given: dict, shape: str, packing: bool, expected: Batching) -> None:
+        assert batching(TrainingConfig(**given), shape, packing, 128) == expected
+
+    @pytest.mark.parametrize(
+        ("given", "shape", "reason"),
+        [
+            ({"global_batch_size": 10, "batch_size": 4, "grad_accum_steps": 3}, "text", "make it global_batch_size 12"),
+            ({"batch_size": 4, "max_tokens_per_gpu": 512}, "text", "both bound a micro-batch"),
+            ({"max_tokens_per_gpu": 100}, "text", "less than one row"),
+            ({"max_tokens_per_gpu": 100}, "messages", "the longest row must fit"),
+            ({"batch_size": 4}, "messages", "has no meaning where conversations are packed"),
+        ],
+    )
+    def test_numbers_that_contradict_each_other_are_refused(self, given: dict, shape: str, reason: str) -> None:
+        with pytest.raises(UsageError, match=reason):
+            batching(TrainingConfig(**given), shape, True, 128)
+
+    def test_packing_keeps_every_sample_once_and_every_limit(self) -> None:
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            lengths = rng.integers(1, 65, int(rng.integers(1, 40)))
+            samples = rng.permutation(len(lengths))
+            rows = first_fit(samples, lengths, 64)
+            assert sorted(i for row in rows for i in row) == sorted(samples)
+            assert all(lengths[row].sum() <= 64 for row in rows)
+            assert rows == first_fit(samples, lengths, 64)
+
+    def test_a_global_batch_that_does_not_divide_is_cut_unevenly(self) -> None:
+        plan = Batching(10, 4, None).plan(np.arange(10), np.full(10, 5))
+        assert [len(rows) for rows in plan] == [4, 4, 2]
+
+
+class TestCollate:
+    def test_labels_are_shifted_once_and_stay_in_their_sequence(self) -> None:
+        a = Encoded(np.array([5, 6, 7]), np.array([5, -100, 7]))
+        b = Encoded(np.array([8, 9]), np.array([8, 9]))
+        batch = collate([[a, b]], pad_id=1)
+        assert batch.ids.tolist() == [[5, 6, 7, 8, 9, 1, 1, 1]]
+        assert batch.labels.tolist() == [[-100, 7, -100, 9, -100, -100, -100, -100]]
+        assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+        assert batch.doc_ids.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
+        assert all(tensor.shape == (1, 8) and tensor.dtype == torch.int64 for tensor in batch)

@@ -1,0 +1,222 @@
+"""The decoder's folders and text: what is written is what was read, and generation is Transformers' own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import TINY_LLAMA, make_llama
+from torchstone.config.schema import ModelConfig
+from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.decoder import Decoder
+from torchstone.models.families import FAMILIES, LLAMA_NAMES
+from torchstone.models.generate import generate
+from torchstone.models.sizing import decoder_config, init_std, parameter_count
+from torchstone.models.weights import load_model, new_model, save_weights, write_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_llama(tmp_path / "model")
+
+
+class TestWeights:
+    def test_saving_what_was_loaded_gives_the_same_bytes(self, folder: Path, tmp_path: Path) -> None:
+        model = load_model(folder, "sdpa", CPU)
+        (tmp_path / "out").mkdir()
+        save_weights(model.decoder, model.family, tmp_path / "out")
+        assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+    def test_shards_are_read_and_written(self, folder: Path, tmp_path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = load_model(folder, "sdpa", CPU)
+        out = tmp_path / "out"
+        out.mkdir()
+        files = save_weights(model.decoder, model.family, out, shard_bytes=20_000)
+        write_config(model, out)
+        assert len(files) > 3
+        again = load_model(out, "sdpa", CPU)
+        for (name, a), (_, b) in zip(model.decoder.named_parameters(), again.decoder.named_parameters(), strict=True):
+            assert torch.equal(a, b), name
+        theirs = AutoModelForCausalLM.from_pretrained(str(out)).state_dict()
+        assert torch.equal(theirs["model.embed_tokens.weight"], model.decoder.tok_embed.weight)
+
+    def test_names_translate_there_and_back(self) -> None:
+        family = FAMILIES["llama"]
+        for ours, theirs in LLAMA_NAMES.items():
+            name = ours.replace("{n}", "17")
+            assert family.theirs(name) == theirs.replace("{n}", "17")
+            assert family.ours(family.theirs(name)) == name
+        assert family.ours("model.layers.0.self_attn.qkv_proj.weight") is None
+
+    def test_config_goes_there_and_back(self, folder: Path) -> None:
+        family = FAMILIES["llama"]
+        config = family.read(json.loads((folder / "config.json").read_text()))
+        assert family.read(family.write(config)) == config
+
+    def test_missing_and_unknown_tensors_are_listed(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.extra.weight"] = weights.pop("model.norm.weight")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError) as caught:
+            load_model(folder, "sdpa", CPU)
+        assert "missing: model.norm.weight; unknown: model.extra.weight" in str(caught.value)
+        assert caught.value.exit_code == 6
+
+    def test_a_wrong_shape_is_named(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] = torch.ones(5)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=r"model.norm.weight has shape \[5\]"):
+            load_model(folder, "sdpa", CPU)
+
+    def test_a_truncated_file_is_named(self, folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match=r"model.safetensors: damaged"):
+            load_model(folder, "sdpa", CPU)
+
+    def test_a_missing_shard_is_named(self, folder: Path) -> None:
+        model = load_model(folder, "sdpa", CPU)
+        files = save_weights(model.decoder, model.family, folder, shard_bytes=20_000)
+        files[0].unlink()
+        with pytest.raises(CheckpointError, match=files[0].name):
+            load_model(folder, "sdpa", CPU)
+
+    def test_a_pickle_is_never_read(self, folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"anything")
+        with pytest.raises(CheckpointError, match="a pickle, which is never read"):
+            load_model(folder, "sdpa", CPU)
+
+    @pytest.mark.parametrize(
+        ("change", "expected"),
+        [
+            ({"model_type": "bert"}, "model_type 'bert'"),
+            ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+            ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE scaling 'yarn'"),
+            ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ],
+    )
+    def test_what_the_decoder_does_not_compute_is_refused(self, folder: Path, change: dict, expected: str) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(UsageError, match=expected):
+            load_model(folder, "sdpa", CPU)
+
+    def test_old_files_with_rope_scaling_are_understood(self, folder: Path) -> None:
+        new = json.loads((folder / "config.json").read_text())
+        old = {key: value for key, value in new.items() if key != "rope_parameters"}
+        old |= {
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        }  # fmt: skip
+        rope = FAMILIES["llama"].read(old).rope
+        assert (rope.theta, rope.kind, rope.factor, rope.original_max_positions) == (5e5, "llama3", 8.0, 64)
+
+    def test_a_tied_model_with_a_different_head_is_refused(self, tmp_path: Path) -> None:
+        folder = make_llama(tmp_path / "tied", tie_word_embeddings=True)
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        load_model(folder, "sdpa", CPU)
+        weights["lm_head.weight"][0, 0] += 1
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match="ties the output head"):
+            load_model(folder, "sdpa", CPU)
+
+    def test_a_folder_that_is_none_is_wrong_usage(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="does not exist"):
+            load_model(tmp_path / "nowhere", "sdpa", CPU)
+        with pytest.raises(UsageError, match=r"no config\.json"):
+            load_model(tmp_path, "sdpa", CPU)
+
+
+class TestSizing:
+    @pytest.mark.parametrize("depth", [1, 2, 4, 12, 20, 32])
+    def test_depth_alone_makes_a_model(self, depth: int) -> None:
+        config = decoder_config(ModelConfig(depth=depth), vocab_size=512, context_length=128)
+        with torch.device("meta"):
+            decoder = Decoder(config)
+        assert config.width == 64 * depth
+        assert sum(p.numel() for p in decoder.parameters()) == parameter_count(config)
+
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_the_count_of_parameters_is_transformers_own(self, tmp_path: Path, biased: bool) -> None:
+        model = load_model(make_llama(tmp_path / "m", attention_bias=biased, mlp_bias=biased), "sdpa", CPU)
+        assert sum(p.numel() for p in model.decoder.parameters()) == parameter_count(model.decoder.config)
+
+    @pytest.mark.parametrize(
+        ("model", "expected"),
+        [
+            (ModelConfig(depth=2, width=100, heads=3), "heads that do: 1, 2, 5"),
+            (ModelConfig(depth=2, width=64, heads=4, kv_heads=3), "values that do: 1, 2, 4"),
+        ],
+    )
+    def test_sizes_that_do_not_divide_are_answered_with_those_that_do(self, model: ModelConfig, expected: str) -> None:
+        with pytest.raises(UsageError, match=expected):
+            decoder_config(model, vocab_size=512, context_length=128)
+
+    def test_initialisation_has_the_stated_spread_and_depends_on_the_seed_alone(self) -> None:
+        shape = decoder_config(ModelConfig(depth=2, width=256, tied=False), vocab_size=512, context_length=64)
+        std = init_std(ModelConfig(depth=2), shape.width)
+        one, two, other = (new_model("llama", shape, "sdpa", CPU).decoder for _ in range(3))
+        one.initialise(std, seed=1)
+        two.initialise(std, seed=1)
+        other.initialise(std, seed=2)
+        for (name, a), (_, b) in zip(one.named_parameters(), two.named_parameters(), strict=True):
+            assert torch.equal(a, b), name
+        assert not torch.equal(one.head.weight, other.head.weight)
+        assert one.head.weight.std().item() == pytest.approx(std, rel=0.02)
+        assert one.layers[0].attention.wo.weight.std().item() == pytest.approx(std / 2, rel=0.02)
+        assert torch.equal(one.norm.weight, torch.ones(256))
+
+
+class TestGenerate:
+    PROMPTS = ([5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17])
+
+    def test_greedy_tokens_equal_transformers(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(str(folder))
+        wanted = [
+            theirs.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+            for p in self.PROMPTS
+        ]
+        ours = generate(load_model(folder, "sdpa", CPU).decoder, self.PROMPTS, 12)
+        assert ours == [row[0, len(p) :].tolist() for p, row in zip(self.PROMPTS, wanted, strict=True)]
+
+    def test_a_stop_token_ends_its_own_row_only(self, folder: Path) -> None:
+        decoder = load_model(folder, "sdpa", CPU).decoder
+        free = generate(decoder, self.PROMPTS, 12)
+        stop = free[0][3]
+        stopped = generate(decoder, self.PROMPTS, 12, stop_ids=[stop])
+        for whole, cut in zip(free, stopped, strict=True):
+            assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
+
+    def test_sampling_follows_its_generator(self, folder: Path) -> None:
+        decoder = load_model(folder, "sdpa", CPU).decoder
+        runs = [
+            generate(decoder, self.PROMPTS, 8, temperature=1.0, generator=torch.Generator().manual_seed(seed))
+            for seed in (1, 1, 2)
+        ]
+        assert runs[0] == runs[1] != runs[2]
+
+    def test_eager_and_sdpa_agree_in_packed_rows(self, folder: Path) -> None:
+        ids = torch.randint(0, TINY_LLAMA["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(0))
+        docs = torch.tensor([[0] * 8 + [1] * 9 + [-1] * 3, [0] * 20])
+        positions = torch.tensor([[*range(8), *range(9), 0, 0, 0], [*range(20)]])
+        logits = [load_model(folder, b, CPU).decoder(ids, positions, docs) for b in ("sdpa", "eager")]
+        assert (logits[0] - logits[1]).abs().max().item() < 1e-5
+        shutil.rmtree(folder)

@@ -1,0 +1,440 @@
+"""The parts of a step: loss, gradients, clipping, schedule, groups, metrics, checkpoints, the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from conftest import make_llama
+from torchstone.checkpoint import manifest
+from torchstone.checkpoint.export import export_model
+from torchstone.checkpoint.load import resolve_model_folder, restore_optimizer, restore_random
+from torchstone.checkpoint.save import best_step, mark_best, remove_old, save_checkpoint
+from torchstone.config.schema import OptimConfig, TrainingConfig
+from torchstone.data.collate import collate
+from torchstone.data.loader import RunData, StepBatch
+from torchstone.data.packing import Batching
+from torchstone.data.tokenize import Encoded, Tokenizer
+from torchstone.errors import CheckpointError, DataError, NumbersError, UsageError
+from torchstone.loss.cross_entropy import token_loss_sum
+from torchstone.models.weights import Model, load_model
+from torchstone.observe.console import Console, Eta, clock, step_line
+from torchstone.observe.metrics import MetricsFile, memory_bytes, read_metrics
+from torchstone.optim.build import build_optimizer, kind_of
+from torchstone.optim.clip import clip_gradients, gradient_norm
+from torchstone.optim.schedule import check_schedule, learning_rate
+from torchstone.training.guard import check_numbers
+from torchstone.training.length import crossed, run_length
+from torchstone.training.step import backward, mean_loss, train_step
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model(llama_dir: Path) -> Model:
+    return load_model(llama_dir, "sdpa", CPU)
+
+
+def sequences(count: int, seed: int = 0) -> list[Encoded]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        ids = rng.integers(0, 448, int(rng.integers(3, 20)))
+        found.append(Encoded(ids, np.where(rng.random(len(ids)) < 0.6, ids, -100)))
+    return found
+
+
+def batch_of(groups: list[list[list[Encoded]]]) -> StepBatch:
+    micro_batches = [collate(rows, pad_id=0) for rows in groups]
+    count = sum(int((m.labels != -100).sum()) for m in micro_batches)
+    return StepBatch(micro_batches, samples=8, tokens=100, loss_tokens=count, padding=0, first_sample=0)
+
+
+def gradients_of(model: Model, batch: StepBatch, packed: bool) -> tuple[float, torch.Tensor]:
+    model.decoder.zero_grad()
+    loss = backward(model.decoder, batch, 1, packed, CPU)
+    return loss, torch.cat([p.grad.flatten() for p in model.decoder.parameters()])
+
+
+class TestLoss:
+    def test_it_is_the_sum_over_labelled_tokens(self) -> None:
+        logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))
+        labels = torch.tensor([[1, -100, 3, 4, -100], [-100, -100, 7, 8, 10]])
+        by_hand = sum(
+            -logits[b, t].log_softmax(-1)[labels[b, t]].item() for b in range(2) for t in range(5) if labels[b, t] >= 0
+        )
+        assert token_loss_sum(logits, labels).item() == pytest.approx(by_hand, rel=1e-6)
+
+    def test_no_labels_give_exactly_zero_and_zero_gradients(self) -> None:
+        logits = torch.randn(1, 4, 11, requires_grad=True)
+        loss = token_loss_sum(logits, torch.full((1, 4), -100))
+        loss.backward()
+        assert loss.item() == 0.0
+        assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+    def test_bf16_logits_are_summed_in_fp32(self) -> None:
+        logits = torch.randn(1, 3000, 11).bfloat16()
+        labels = torch.zeros(1, 3000, dtype=torch.long)
+        assert token_loss_sum(logits, labels).dtype == torch.float32
+        assert token_loss_sum(logits, labels).item() == pytest.approx(
+            token_loss_sum(logits.double(), labels).item(), rel=1e-5
+        )
+
+
+class TestGradientStep:
+    def test_how_a_batch_is_cut_changes_neither_loss_nor_gradients(self, model: Model) -> None:
+        eight = sequences(8)
+        one_row = gradients_of(model, batch_of([[eight]]), packed=True)
+        padded = gradients_of(model, batch_of([[[s] for s in eight]]), packed=False)
+        one_by_one = gradients_of(model, batch_of([[[s]] for s in eight]), packed=False)
+        uneven = gradients_of(model, batch_of([[eight[:1]], [eight[1:3], eight[3:4]], [eight[4:]]]), packed=True)
+        for loss, gradients in (padded, one_by_one, uneven):
+            assert loss == pytest.approx(one_row[0], rel=1e-6)
+            assert ((gradients - one_row[1]).norm() / one_row[1].norm()).item() < 2e-6
+
+    def test_a_micro_batch_without_labels_contributes_nothing(self, model: Model) -> None:
+        some, silent = sequences(4), sequences(2, seed=9)
+        for sequence in silent:
+            sequence.labels[:] = -100
+        without = gradients_of(model, batch_of([[[s] for s in some]]), packed=False)
+        with_silent = gradients_of(model, batch_of([[[s] for s in some], [[s] for s in silent]]), packed=False)
+        assert without[0] == with_silent[0]
+        assert torch.equal(without[1], with_silent[1])
+
+    def test_a_step_without_any_label_names_itself(self, model: Model) -> None:
+        silent = sequences(2)
+        for sequence in silent:
+            sequence.labels[:] = -100
+        with pytest.raises(DataError, match="step 7 has no token to learn from"):
+            backward(model.decoder, batch_of([[[s] for s in silent]]), 7, False, CPU)
+
+    def test_only_the_first_label_of_a_sequence_is_never_a_target(self, model: Model) -> None:
+        only_first = Encoded(np.array([5, 6, 7]), np.array([5, -100, -100]))
+        assert batch_of([[[only_first]]]).loss_tokens == 0
+
+    def test_clipping_scales_to_the_limit_and_reports_the_norm_before(self) -> None:
+        parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+        parameters[0].grad = torch.tensor([3.0, 0.0, 0.0])
+        parameters[1].grad = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
+        norm = gradient_norm(parameters)
+        assert norm.item() == pytest.approx(5.0)
+        clip_gradients(parameters, norm, 1.0)
+        assert torch.cat([p.grad.flatten() for p in parameters]).norm().item() == pytest.approx(1.0, rel=1e-5)
+
+    @pytest.mark.parametrize("limit", [0.0, 100.0])
+    def test_gradients_within_the_limit_stay_bit_for_bit(self, limit: float) -> None:
+        parameter = nn.Parameter(torch.zeros(4))
+        parameter.grad = torch.tensor([1.1, -2.2, 3.3, 0.1])
+        before = parameter.grad.clone()
+        clip_gradients([parameter], gradient_norm([parameter]), limit)
+        assert torch.equal(parameter.grad, before)
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_bad_numbers_stop_before_the_weights_change(self, model: Model, bad: float) -> None:
+        optimizer = build_optimizer(model.decoder.named_parameters(), OptimConfig())
+        before = {name: p.detach().clone() for name, p in model.decoder.named_parameters()}
+        model.decoder.layers[1].mlp.up.weight.register_hook(lambda gradient: gradient * bad)
+        with pytest.raises(
+            NumbersError, match=r"1 gradients are not finite, the first layers\.1\.mlp\.up\.weight"
+        ) as caught:
+            train_step(model.decoder, optimizer, batch_of([[[s] for s in sequences(2)]]), 3, 1e-3, 1.0, False, CPU)
+        assert caught.value.exit_code == 5
+        for name, parameter in model.decoder.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+
+    def test_finite_numbers_pass_the_guard(self, model: Model) -> None:
+        check_numbers(1, 2.5, 0.0, model.decoder)
+
+    def test_mean_loss_is_the_per_token_mean_and_keeps_the_mode(self, model: Model) -> None:
+        batch = batch_of([[[s] for s in sequences(4)], [[s] for s in sequences(3, seed=1)]])
+        model.decoder.train()
+        loss, tokens = mean_loss(model.decoder, [batch, batch], False, CPU)
+        assert loss == pytest.approx(gradients_of(model, batch, False)[0], rel=1e-6)
+        assert tokens == 2 * batch.loss_tokens
+        assert model.decoder.training
+
+
+class TestOptimizerGroups:
+    def test_norms_biases_and_embeddings_do_not_decay_by_default(self, tmp_path: Path) -> None:
+        decoder = load_model(make_llama(tmp_path, attention_bias=True), "sdpa", CPU).decoder
+        optimizer = build_optimizer(decoder.named_parameters(), OptimConfig(weight_decay=0.3))
+        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        names = {name: decay[id(p)] for name, p in decoder.named_parameters()}
+        assert {name for name, value in names.items() if value == 0.3} == {
+            name for name in names if re.search(r"(wq|wk|wv|wo|gate|up|down|head)\.weight$", name)
+        }
+        assert len(decay) == len(names)
+
+    def test_the_kinds_without_decay_can_be_chosen(self, model: Model) -> None:
+        optimizer = build_optimizer(model.decoder.named_parameters(), OptimConfig(no_decay=("matrix", "head")))
+        kept = {id(p) for group in optimizer.param_groups if group["weight_decay"] == 0 for p in group["params"]}
+        for name, parameter in model.decoder.named_parameters():
+            assert (id(parameter) in kept) == (kind_of(name, parameter) in ("matrix", "head")), name
+
+    def test_the_settings_reach_the_optimizer(self, model: Model) -> None:
+        optim = OptimConfig(learning_rate=0.123, betas=(0.7, 0.8), eps=1e-5)
+        for group in build_optimizer(model.decoder.named_parameters(), optim).param_groups:
+            assert (group["lr"], group["betas"], group["eps"]) == (0.123, (0.7, 0.8), 1e-5)
+
+
+class TestSchedule:
+    @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+    def test_warmup_ends_at_the_peak(self, schedule: str) -> None:
+        optim = OptimConfig(learning_rate=1.0, warmup_steps=10, schedule=schedule)
+        rates = [learning_rate(step, 100, optim) for step in range(100)]
+        assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+        assert max(rates) == 1.0
+
+    @pytest.mark.parametrize(
+        ("schedule", "middle", "last"),
+        [
+            ("linear", 0.1 + 0.9 * 0.5, 0.1 + 0.9 * 0.01),
+            ("cosine", 0.1 + 0.9 * 0.5, 0.1 + 0.45 * (1 + math.cos(math.pi * 0.99))),
+            ("wsd", 1.0, 0.1 + 0.9 / 20),
+        ],
+    )
+    def test_the_middle_and_the_end_of_a_hundred_steps(self, schedule: str, middle: float, last: float) -> None:
+        optim = OptimConfig(learning_rate=1.0, schedule=schedule, min_lr_ratio=0.1)
+        assert learning_rate(50, 100, optim) == pytest.approx(middle)
+        assert learning_rate(99, 100, optim) == pytest.approx(last)
+
+    def test_cosine_equals_transformers_after_warmup(self) -> None:
+        from transformers import get_cosine_schedule_with_warmup
+
+        parameter = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([parameter], lr=3e-4)
+        theirs = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=40)
+        optim = OptimConfig(learning_rate=3e-4, warmup_steps=5, schedule="cosine")
+        for step in range(40):
+            if step >= 5:
+                assert learning_rate(step, 40, optim) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+            optimizer.step()
+            theirs.step()
+
+    def test_a_warmup_longer_than_the_run_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="more than the 5 steps of the run"):
+            check_schedule(5, OptimConfig(warmup_steps=6))
+        with pytest.raises(UsageError, match="together are more"):
+            check_schedule(10, OptimConfig(warmup_steps=6, schedule="wsd", decay_steps=6))
+
+
+class FixedSamples:
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = np.array(lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def get(self, index: int) -> list[Encoded]:
+        raise NotImplementedError
+
+
+class TestRunLength:
+    @pytest.mark.parametrize(
+        ("given", "steps", "samples"),
+        [
+            ({"max_steps": 7}, 7, 21),
+            ({"max_epochs": 1}, 4, 10),
+            ({"max_epochs": 2.5}, 9, 25),
+            ({}, 4, 10),
+            ({"max_tokens": 100}, 4, 12),
+            ({"max_tokens": 101}, 4, 12),
+            ({"max_tokens": 91}, 4, 12),
+            ({"max_tokens": 90}, 3, 9),
+            ({"max_tokens": 30}, 1, 3),
+            ({"max_tokens": 31}, 2, 6),
+            ({"max_steps": 2, "max_epochs": 5}, 2, 6),
+            ({"mode": "infinite"}, None, None),
+        ],
+    )
+    def test_every_limit_as_steps(self, given: dict, steps: int | None, samples: int | None) -> None:
+        data = RunData(FixedSamples([10] * 10), None, Batching(3, 3, None), "text", False, "", 0)
+        length = run_length(TrainingConfig(**given), data, shuffle=True)
+        assert (length.steps, length.samples) == (steps, samples)
+
+    def test_tokens_are_counted_in_the_order_they_will_come(self) -> None:
+        data = RunData(FixedSamples([1, 100, 1, 100]), None, Batching(1, 1, None), "text", False, "", 0)
+        assert run_length(TrainingConfig(max_tokens=102), data, shuffle=False).steps == 3
+        assert run_length(TrainingConfig(max_tokens=203), data, shuffle=False).steps == 5
+
+    @pytest.mark.parametrize(
+        ("before", "after", "every", "expected"),
+        [(9, 10, 10, True), (10, 11, 10, False), (8, 21, 10, True), (0, 5, None, False), (0.96, 1.04, 0.5, True)],
+    )
+    def test_a_multiple_is_crossed_once(self, before: float, after: float, every: float | None, expected: bool) -> None:
+        assert crossed(before, after, every) == expected
+
+
+class TestMetrics:
+    def test_lines_after_the_resumed_step_are_cut_and_half_lines_too(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps({"step": n}) + "\n" for n in (1, 2, 3, 4)) + '{"step": 5, "lo')
+        metrics = MetricsFile(path, resumed_step=2)
+        metrics.write({"step": 3, "loss": 0.1 + 0.2})
+        metrics.close()
+        assert metrics.removed == 3
+        assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 0.30000000000000004}]
+
+    def test_memory_is_what_the_process_holds(self) -> None:
+        before = memory_bytes(CPU)
+        held = np.ones(50_000_000, dtype=np.uint8)
+        assert memory_bytes(CPU) - before > 0.8 * held.nbytes
+
+
+class TestLogging:
+    VALUES = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s": 12345.6}
+
+    def test_a_step_is_one_line(self) -> None:
+        line = step_line(self.VALUES, 100, "5:30")
+        assert line == ("Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,346 | ETA: 5:30")
+        assert step_line(self.VALUES | {"val_loss": 1.5}, 100, "-").endswith("| Validation loss: 1.5000")
+
+    def test_time_left_follows_the_pace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = iter([100.0, 110.0, 130.0])
+        monkeypatch.setattr("torchstone.observe.console.time.monotonic", lambda: next(now))
+        eta = Eta(101)
+        assert [eta.after(1), eta.after(2), eta.after(4)] == ["-", clock(990), clock(970)]
+
+    @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
+    def test_clock(self, seconds: float, text: str) -> None:
+        assert clock(seconds) == text
+
+    def test_lines_go_to_stderr_at_their_interval(self, capsys: pytest.CaptureFixture[str]) -> None:
+        console = Console("lines", log_every=5)
+        console.begin(12, 0)
+        for step in range(1, 13):
+            console.step(self.VALUES | {"step": step})
+        captured = capsys.readouterr()
+        assert re.findall(r"Step \[(\d+)/12\]", captured.err) == ["1", "5", "10", "12"]
+        assert captured.out == ""
+
+    def test_quiet_is_quiet_but_for_warnings(self, capsys: pytest.CaptureFixture[str]) -> None:
+        console = Console("quiet")
+        console.say("hello")
+        console.begin(1, 0)
+        console.step(self.VALUES)
+        console.warn("careful")
+        assert capsys.readouterr().err.strip() == "warning: careful"
+
+
+class TestCheckpointing:
+    def stepped(self, model: Model) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(model.decoder.named_parameters(), OptimConfig())
+        train_step(model.decoder, optimizer, batch_of([[[s] for s in sequences(4)]]), 1, 1e-2, 1.0, False, CPU)
+        return optimizer
+
+    def test_weights_moments_and_randomness_come_back_bit_for_bit(
+        self, model: Model, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        optimizer = self.stepped(model)
+        torch.manual_seed(123)
+        folder = save_checkpoint(tmp_path, 1, model, tokenizer, optimizer, {"step": 1})
+        drawn = torch.randn(5)
+        manifest.verify(folder)
+        other = load_model(folder, "sdpa", CPU)
+        again = build_optimizer(other.decoder.named_parameters(), OptimConfig())
+        restore_optimizer(folder, again, other.decoder)
+        restore_random(folder)
+        assert torch.equal(torch.randn(5), drawn)
+        for (name, a), (_, b) in zip(model.decoder.named_parameters(), other.decoder.named_parameters(), strict=True):
+            assert torch.equal(a, b), name
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(optimizer.state[a][key], again.state[b][key]), (name, key)
+
+    def test_transformers_loads_a_checkpoint_as_it_is(self, model: Model, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = save_checkpoint(tmp_path, 1, model, tokenizer, self.stepped(model), {"step": 1})
+        theirs = AutoModelForCausalLM.from_pretrained(str(folder))
+        ids = torch.tensor([AutoTokenizer.from_pretrained(str(folder))("KATO read backwards is OTAK.").input_ids])
+        with torch.no_grad():
+            ours = model.decoder(ids, torch.arange(ids.shape[1])[None])
+            assert (theirs(ids).logits - ours).abs().max().item() <= 1e-5
+
+    def test_no_pickle_is_written(self, model: Model, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        folder = save_checkpoint(tmp_path, 1, model, tokenizer, self.stepped(model), {"step": 1})
+        assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".jinja"}
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"])
+    def test_one_flipped_bit_anywhere_is_noticed(
+        self, model: Model, tokenizer: Tokenizer, tmp_path: Path, name: str
+    ) -> None:
+        folder = save_checkpoint(tmp_path, 1, model, tokenizer, self.stepped(model), {"step": 1})
+        path = folder / name
+        content = bytearray(path.read_bytes())
+        content[-len(content) // 3] ^= 4
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{name}: damaged"):
+            manifest.verify(folder)
+
+    def test_an_error_while_writing_leaves_nothing_listed(self, tmp_path: Path) -> None:
+        def fail(folder: Path) -> None:
+            (folder / "file").write_text("half")
+            raise RuntimeError("disk full")
+
+        with pytest.raises(RuntimeError, match="disk full"), manifest.committed(tmp_path / "step-00000001") as folder:
+            fail(folder)
+        assert manifest.list_checkpoints(tmp_path) == []
+        assert list(tmp_path.iterdir()) == []
+
+    def test_replacing_a_checkpoint_never_leaves_none(self, tmp_path: Path) -> None:
+        final = tmp_path / "step-00000001"
+        for content in ("one", "two"):
+            with manifest.committed(final) as folder:
+                (folder / "file").write_text(content)
+        assert (final / "file").read_text() == "two"
+        # As if killed between the two renames: the old one is still there under its hidden name.
+        final.rename(tmp_path / ".step-00000001.replaced")
+        (tmp_path / ".step-00000002.partial").mkdir()
+        manifest.tidy(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+        manifest.verify(final)
+
+    def test_old_checkpoints_go_and_the_best_stays(self, tmp_path: Path) -> None:
+        for step in range(1, 6):
+            with manifest.committed(tmp_path / manifest.folder_name(step)) as folder:
+                (folder / "file").write_text(str(step))
+        mark_best(tmp_path, 2, 0.5)
+        assert remove_old(tmp_path, keep_last=2) == [1, 3]
+        assert [step for step, _ in manifest.list_checkpoints(tmp_path)] == [2, 4, 5]
+        assert best_step(tmp_path) == 2
+
+    def test_a_run_means_its_best_checkpoint_else_its_newest(
+        self, model: Model, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        root = tmp_path / "checkpoints"
+        optimizer = self.stepped(model)
+        for step in (1, 2):
+            save_checkpoint(root, step, model, tokenizer, optimizer, {"step": step})
+        assert resolve_model_folder(str(tmp_path)) == root / "step-00000002"
+        mark_best(root, 1, 0.5)
+        assert resolve_model_folder(str(tmp_path)) == root / "step-00000001"
+        with pytest.raises(UsageError, match="does not exist"):
+            resolve_model_folder(str(tmp_path / "other"))
+
+
+class TestExport:
+    def test_an_untrained_model_is_exported_byte_for_byte(self, llama_dir: Path, tmp_path: Path) -> None:
+        found = export_model(str(llama_dir), tmp_path / "out")
+        assert (tmp_path / "out/model.safetensors").read_bytes() == (llama_dir / "model.safetensors").read_bytes()
+        assert found["max_logit_difference"] <= 1e-5
+
+    def test_bf16_halves_the_file_and_still_agrees(self, llama_dir: Path, tmp_path: Path) -> None:
+        found = export_model(str(llama_dir), tmp_path / "out", dtype="bfloat16")
+        assert found["max_logit_difference"] <= 1e-5
+        assert found["bytes"] < 0.6 * (llama_dir / "model.safetensors").stat().st_size
+        assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+    def test_a_folder_with_something_in_it_is_not_overwritten(self, llama_dir: Path, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/precious").write_text("x")
+        with pytest.raises(UsageError, match="not empty"):
+            export_model(str(llama_dir), tmp_path / "out")
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
