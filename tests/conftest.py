@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+from tiny import make_llama, write_rows
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import tokenizer_folder
 from torchstone.demo.corpus import chat_rows, corpus_rows
 
 torch.set_num_threads(1)
 
-TINY_LLAMA: dict[str, Any] = {
-    "vocab_size": 448,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
+GPU_TESTS = Path(__file__).parent / "gpu_tests"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What lies in gpu_tests/ needs a CUDA device, and is skipped with that reason where there is none."""
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is false"))
 
 
 @pytest.fixture(scope="session")
@@ -42,23 +42,6 @@ def tokenizer(tokenizer_dir: Path) -> Tokenizer:
 def llama_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     """A Hugging Face folder of a tiny random Llama with the demo's tokenizer."""
     return make_llama(tmp_path_factory.mktemp("llama"), tokenizer)
-
-
-def make_llama(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**(TINY_LLAMA | changes))).save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save(folder)
-    return folder
-
-
-def write_rows(path: Path, rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import write_rows
+from tiny import write_rows
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.cache import TokenCache, open_cache
 from torchstone.data.collate import collate

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import parity
-from conftest import TINY_LLAMA, make_llama
+from tiny import TINY_LLAMA, make_llama
 from torchstone.config.schema import OptimConfig
 from torchstone.data.collate import collate
 from torchstone.data.loader import StepBatch

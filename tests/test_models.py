@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import TINY_LLAMA, make_llama
+from tiny import TINY_LLAMA, make_llama
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import Decoder

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import make_llama
+from tiny import make_llama
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder, restore_optimizer, restore_random

@@ -1,0 +1,60 @@
+"""Training on one GPU: the loop, accumulation, and a stop in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchstone import api
+from torchstone.config import load_config
+from torchstone.observe.metrics import read_metrics
+from torchstone.training.loop import Callback, Run
+
+Settings = Callable[..., dict[str, Any]]
+
+
+def losses(overrides: dict[str, Any], *callbacks: Callback) -> list[float]:
+    api.train(load_config(overrides=overrides), callbacks=callbacks)
+    return [line["loss"] for line in read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")]
+
+
+class TestSingleGPUTraining:
+    def test_single_gpu_training_loop(self, settings: Settings, tmp_path: Path) -> None:
+        on_cpu = losses(settings(training__max_steps=20, optim__eps=1e-4))
+        on_gpu = losses(
+            settings(training__max_steps=20, optim__eps=1e-4, system__device="cuda", output_dir=str(tmp_path / "cuda"))
+        )
+        assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
+        assert on_gpu[-1] < on_gpu[0]
+        line = read_metrics(tmp_path / "cuda/metrics.jsonl")[-1]
+        assert 0 < line["memory"] <= torch.cuda.get_device_properties(0).total_memory
+
+    def test_gradient_accumulation(self, settings: Settings, tmp_path: Path) -> None:
+        found = []
+        for size in (12, 5, 1):
+            overrides = settings(
+                training__global_batch_size=12, training__batch_size=size, optim__eps=1e-4, system__device="cuda",
+                output_dir=str(tmp_path / str(size)),
+            )  # fmt: skip
+            found.append(losses(overrides))
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+        assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+    @pytest.mark.parametrize("packing", [True, False])
+    def test_a_resumed_run_is_the_run(self, settings: Settings, tmp_path: Path, packing: bool) -> None:
+        class Stop(Callback):
+            def on_step(self, run: Run, values: dict[str, Any]) -> None:
+                if values["step"] == 4:
+                    run.stop("here")
+
+        given = {"system__device": "cuda", "training__max_steps": 9, "data__packing": packing}
+        whole = settings(output_dir=str(tmp_path / "whole"), **given)
+        parts = settings(output_dir=str(tmp_path / "parts"), **given)
+        assert len(losses(parts, Stop())) == 4
+        assert losses(parts) == losses(whole)
+        name = "checkpoints/step-00000009/model.safetensors"
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -1,0 +1,35 @@
+"""Runs the suite, one line a file, and the comparisons that print tables: `python tests/run_tests.py`.
+
+Arguments go to pytest: `python tests/run_tests.py -k resume`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def main() -> int:
+    failed = []
+    for path in sorted([*TESTS.glob("test_*.py"), *TESTS.glob("*/test_*.py")]):
+        began = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", str(path), *sys.argv[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
+        # 5: nothing in this file matches the arguments.
+        verdict = {0: "passed", 5: "nothing to run"}.get(done.returncode, "FAILED")
+        lines = done.stdout.strip().splitlines()
+        name = path.relative_to(TESTS.parent)
+        print(f"{name!s:<45} {verdict:<15} {time.monotonic() - began:6.1f} s  {lines[-1] if lines else ''}")
+        if verdict == "FAILED":
+            failed.append(name)
+            print(done.stdout[-4000:], done.stderr[-2000:])
+    print(f"\n{len(failed)} files failed: {', '.join(map(str, failed))}" if failed else "\nall files passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

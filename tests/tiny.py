@@ -1,0 +1,39 @@
+"""Tiny models and files that tests make for themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchstone.data.tokenize import Tokenizer
+
+TINY_LLAMA: dict[str, Any] = {
+    "vocab_size": 448,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+
+
+def make_llama(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**(TINY_LLAMA | changes))).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
