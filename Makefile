@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(RUN)/python -m torchstone.demo
 
 test: $(STAMP)
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(RUN)/ruff check .

@@ -1,22 +1,32 @@
-"""A tiny Llama trained here and by Transformers with torch.optim: the same losses, gradients and weights."""
+"""A tiny Llama trained here and by Transformers with torch.optim: the same losses, gradients and weights.
+
+Run as a script it prints the largest differences seen, one JSON line a shape: `python tests/test_llama_parity.py`.
+"""
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import parity
-from tiny import TINY_LLAMA, make_llama
+from tiny import TINY_LLAMA, make_llama, write_rows
+from torchstone import api
+from torchstone.config import load_config
 from torchstone.config.schema import OptimConfig
 from torchstone.data.collate import collate
 from torchstone.data.loader import StepBatch
 from torchstone.data.tokenize import Encoded
 from torchstone.models.weights import Model, load_model
+from torchstone.observe.metrics import read_metrics
 from torchstone.optim.build import build_optimizer
 from torchstone.training import step as training_step
 
@@ -43,16 +53,17 @@ class OurSide:
         optim = OptimConfig(learning_rate=lr, betas=betas, eps=eps, weight_decay=WEIGHT_DECAY)
         self.optimizer = build_optimizer(self.model.decoder.named_parameters(), optim)
         self.gradients: dict[str, Tensor] = {}
+        self.optimizer.register_step_pre_hook(lambda *_: self.keep_gradients())
+
+    def keep_gradients(self) -> None:
+        self.gradients = {self.name(n): p.grad.clone() for n, p in self.model.decoder.named_parameters()}
 
     def step(self, micro_batches: parity.MicroBatches) -> parity.StepNumbers:
-        module = self.model.decoder
-        loss = training_step.backward(module, self.batch(micro_batches), 1, self.packed, torch.device("cpu"))
-        gradients = {self.name(n): p.grad.clone() for n, p in module.named_parameters()}
-        norm = training_step.gradient_norm(module.parameters())
-        training_step.clip_gradients(module.parameters(), norm, MAX_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return parity.StepNumbers(loss, norm.item(), gradients)
+        batch = self.batch(micro_batches)
+        done = training_step.train_step(
+            self.model.decoder, self.optimizer, batch, 1, self.lr, MAX_NORM, self.packed, torch.device("cpu")
+        )
+        return parity.StepNumbers(done.loss, done.grad_norm, self.gradients)
 
     def batch(self, micro_batches: parity.MicroBatches) -> StepBatch:
         tensors = []
@@ -94,22 +105,70 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_every_gradient_equals_transformers_step_locked(folder: Path, packed: bool) -> None:
+    step_locked(folder, packed)
+
+
+def step_locked(folder: Path, packed: bool) -> parity.Worst:
     reference, ours = both_sides(folder, packed, parity.FREE_RUNNING)
     steps = parity.random_batches(5, TINY_LLAMA["vocab_size"], seed=1)
-    parity.assert_step_locked(reference, ours.step, ours.lock, steps)
+    return parity.assert_step_locked(reference, ours.step, ours.lock, steps)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_weights_and_losses_equal_transformers_free_running(folder: Path, packed: bool) -> None:
+    free_running(folder, packed)
+
+
+def free_running(folder: Path, packed: bool) -> parity.Worst:
     reference, ours = both_sides(folder, packed, parity.FREE_RUNNING)
     steps = parity.random_batches(parity.FREE_RUNNING["steps"], TINY_LLAMA["vocab_size"], seed=2)
-    parity.assert_free_running(reference, ours.step, ours.weights, steps)
+    return parity.assert_free_running(reference, ours.step, ours.weights, steps)
 
 
 def test_fifty_steps_with_the_usual_eps_keep_the_losses(folder: Path) -> None:
+    long_running(folder)
+
+
+def long_running(folder: Path) -> parity.Worst:
     reference, ours = both_sides(folder, True, parity.LONG_RUNNING)
     steps = parity.random_batches(parity.LONG_RUNNING["steps"], TINY_LLAMA["vocab_size"], seed=3)
-    parity.assert_long_running(reference, ours.step, steps)
+    return parity.assert_long_running(reference, ours.step, steps)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_a_whole_run_from_a_file_equals_the_plain_loop(
+    llama_dir: Path, settings: Callable[..., dict[str, Any]], tmp_path: Path, packing: bool
+) -> None:
+    """Rows, cache, sampler, packer, accumulation, schedule, checkpoint: everything between a file and the weights."""
+    from transformers import AutoModelForCausalLM
+
+    batches = parity.random_batches(6, 440, seed=4)
+    # The file has rows, not micro-batches: eight rows are one step, whatever the micro-batches are.
+    rows = [sequence for step in batches for micro_batch in step for sequence in micro_batch][:40]
+    write_rows(tmp_path / "rows.jsonl", [{"input_ids": i, "labels": x, "len": len(i)} for i, x in rows])
+    plan = {"training__max_tokens_per_gpu": 48} if packing else {"training__batch_size": 2}
+    overrides = {key: value for key, value in settings().items() if not key.startswith("model.")} | {
+        "model.path": str(llama_dir), "data.path": str(tmp_path / "rows.jsonl"), "data.shuffle": False,
+        "data.packing": packing, "training.max_steps": 5, "training.global_batch_size": 8,
+        "optim.learning_rate": 3e-3, "optim.eps": 1e-4, "optim.schedule": "linear", "optim.max_grad_norm": MAX_NORM,
+        "optim.weight_decay": WEIGHT_DECAY,
+    } | {key.replace("__", "."): value for key, value in plan.items()}  # fmt: skip
+    outcome = api.train(load_config(overrides=overrides))
+
+    model = AutoModelForCausalLM.from_pretrained(str(llama_dir), dtype=torch.float32)
+    optimizer = parity.reference_adamw(model, WEIGHT_DECAY, lr=3e-3, betas=(0.9, 0.95), eps=1e-4)
+    reference = parity.Reference(model, optimizer, MAX_NORM)
+    lines = read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")
+    assert all(line["micro_batches"] > 1 for line in lines)
+    for step, line in enumerate(lines):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 - step / 5)
+        wanted = reference.step([[row] for row in rows[8 * step : 8 * step + 8]])
+        assert parity.relative(line["loss"], wanted.loss) <= parity.FREE_LOSS_LIMIT
+        assert parity.relative(line["grad_norm"], wanted.grad_norm) <= parity.FREE_LOSS_LIMIT
+    saved = load_file(outcome.checkpoint / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert (saved[name] - parameter).abs().max().item() <= parity.FREE_WEIGHT_LIMIT, name
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -149,3 +208,27 @@ def test_the_protocol_notices_packing_without_boundaries(folder: Path) -> None:
         parity.assert_step_locked(
             reference, ours.step, ours.lock, parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
         )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        for name, changes in SHAPES.items():
+            folder = make_llama(Path(place) / name, **changes)
+            for packed in (False, True):
+                locked, free, long = step_locked(folder, packed), free_running(folder, packed), long_running(folder)
+                figures = {
+                    "shape": name,
+                    "rows": "packed" if packed else "padded",
+                    "loss": locked.loss,
+                    "norm": locked.norm,
+                    "gradient": locked.gradient,
+                    "free_loss": free.loss,
+                    "free_weight": free.weight,
+                    "loss_after_50_steps": long.loss,
+                }
+                print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

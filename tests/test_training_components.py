@@ -29,7 +29,7 @@ from torchstone.observe.console import Console, Eta, clock, step_line
 from torchstone.observe.metrics import MetricsFile, memory_bytes, read_metrics
 from torchstone.optim.build import build_optimizer, kind_of
 from torchstone.optim.clip import clip_gradients, gradient_norm
-from torchstone.optim.schedule import check_schedule, learning_rate
+from torchstone.optim.schedule import learning_rate, schedule_notes
 from torchstone.training.guard import check_numbers
 from torchstone.training.length import crossed, run_length
 from torchstone.training.step import backward, mean_loss, train_step
@@ -218,11 +218,12 @@ class TestSchedule:
             optimizer.step()
             theirs.step()
 
-    def test_a_warmup_longer_than_the_run_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="more than the 5 steps of the run"):
-            check_schedule(5, OptimConfig(warmup_steps=6))
-        with pytest.raises(UsageError, match="together are more"):
-            check_schedule(10, OptimConfig(warmup_steps=6, schedule="wsd", decay_steps=6))
+    def test_a_run_that_ends_before_its_schedule_says_so(self) -> None:
+        assert "ends within optim.warmup_steps 6" in schedule_notes(5, OptimConfig(warmup_steps=6))[0]
+        short = OptimConfig(learning_rate=1.0, warmup_steps=6, schedule="wsd", decay_steps=6)
+        assert "right after warm-up" in schedule_notes(10, short)[0]
+        assert [learning_rate(step, 10, short) for step in (5, 6, 8)] == pytest.approx([1.0, 1.0, 0.5])
+        assert schedule_notes(100, short) == schedule_notes(None, OptimConfig(schedule="constant")) == []
 
 
 class FixedSamples:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder
 from torchstone.config.load import load_config
-from torchstone.config.schema import Config, SystemConfig
+from torchstone.config.schema import Config, Device, Dtype, SystemConfig
 from torchstone.data.tokenize import load_tokenizer
 from torchstone.demo.builtin import data_file
 from torchstone.models.weights import load_model
@@ -23,9 +23,6 @@ from torchstone.observe.console import Console
 from torchstone.training.assemble import assemble, open_data, pick_device, record_config, run_folder, tokenizer_path
 from torchstone.training.evaluate import answer, evaluate_file
 from torchstone.training.loop import Callback, Outcome, train_loop
-
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def train(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
 from torchstone import __version__
 from torchstone.config.help import config_table
 from torchstone.config.load import load_config, split_flags, to_dict
-from torchstone.config.schema import Config
+from torchstone.config.schema import Config, Device, Dtype
 from torchstone.errors import TorchstoneError, UsageError
 
 app = App(
@@ -29,8 +29,6 @@ app = App(
 flags: list[tuple[str, str]] = []
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16", "float16"]
 KEYS = "Every config key is a flag too: --section.key VALUE. `torchstone train --help-keys` lists them all."
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 from functools import cache
 
 from torchstone.config import schema
@@ -62,3 +63,22 @@ def _under_fields(node: ast.ClassDef) -> dict[str, str]:
         ):
             found[statement.target.id] = " ".join(str(following.value.value).split())
     return found
+
+
+def markdown_table() -> str:
+    """All keys as a page of the documentation."""
+    lines = ["# Every key", "", "Made from the schema: `python -m torchstone.config.help > docs/config-keys.md`."]
+    default = schema.Config()
+    for section, title in schema.SECTION_HELP.items():
+        lines += ["", f"## {section}: {title}", "", "| key | default | meaning |", "|---|---|---|"]
+        for key, sentence in field_help().items():
+            if key.startswith(f"{section}."):
+                value = getattr(getattr(default, section), key.split(".")[1])
+                lines.append(f"| `{key}` | {'' if value is None else f'`{_shown(value)}`'} | {sentence} |")
+    lines += ["", "## beside the sections", "", "| key | default | meaning |", "|---|---|---|"]
+    lines.append(f"| `output_dir` | `{default.output_dir}` | {field_help()['output_dir']} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown_table())

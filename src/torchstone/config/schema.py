@@ -30,6 +30,8 @@ class Range:
         return low if self.high is None else f"{low} and at most {self.high:g}"
 
 
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
@@ -220,7 +222,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class SystemConfig:
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Where to train; auto takes CUDA where there is any."""
 
     device_id: Natural = 0

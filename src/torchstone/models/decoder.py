@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E head size
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -151,15 +152,19 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, std: float, seed: int) -> None:
-        """Normal matrices of `std`; what writes to the residual stream is scaled down by sqrt(2 x depth)."""
-        generator = torch.Generator(self.tok_embed.weight.device).manual_seed(seed)
+        """Normal matrices of `std`; what writes to the residual stream is scaled down by sqrt(2 x depth).
+
+        Every parameter is drawn on the CPU from a stream of its own, so that the same seed gives the same model on any
+        device, and a process that holds some of the parameters draws what the others would have.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 writes = name.endswith(("attention.wo.weight", "mlp.down.weight"))
                 scale = std / math.sqrt(2 * self.config.depth) if writes else std
-                parameter.normal_(0.0, scale, generator=generator)
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 LayerCache = tuple[KeyValueCache, int] | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from torchstone.config.schema import OptimConfig
-from torchstone.errors import UsageError
 
 
 def learning_rate(step: int, total: int | None, optim: OptimConfig) -> float:
@@ -18,16 +17,15 @@ def learning_rate(step: int, total: int | None, optim: OptimConfig) -> float:
     return optim.learning_rate * _share(step, total, optim)
 
 
-def check_schedule(total: int | None, optim: OptimConfig) -> None:
-    if total is not None and optim.warmup_steps > total:
-        raise UsageError(
-            f"optim.warmup_steps {optim.warmup_steps} is more than the {total} steps of the run",
-            "the learning rate would never reach optim.learning_rate",
-        )
-    if total is not None and optim.schedule == "wsd" and decay_steps(total, optim) + optim.warmup_steps > total:
-        raise UsageError(
-            f"optim.warmup_steps and optim.decay_steps together are more than the {total} steps of the run"
-        )
+def schedule_notes(total: int | None, optim: OptimConfig) -> list[str]:
+    """What a run of `total` steps cuts off its schedule: worth a word, since a short trial run is no mistake."""
+    if total is None:
+        return []
+    if optim.warmup_steps >= total > 1:
+        return [f"the run of {total} steps ends within optim.warmup_steps {optim.warmup_steps}"]
+    if optim.schedule == "wsd" and optim.warmup_steps + decay_steps(total, optim) > total:
+        return [f"optim.decay_steps begins right after warm-up: the run has only {total} steps"]
+    return []
 
 
 def decay_steps(total: int, optim: OptimConfig) -> int:
@@ -39,7 +37,9 @@ def _share(step: int, total: int | None, optim: OptimConfig) -> float:
     if optim.schedule == "constant":
         return 1.0
     assert total is not None
-    begins = total - decay_steps(total, optim) if optim.schedule == "wsd" else optim.warmup_steps
+    begins = optim.warmup_steps
+    if optim.schedule == "wsd":
+        begins = max(begins, total - decay_steps(total, optim))
     progress = min(1.0, max(0.0, (step - begins) / max(1, total - begins)))
     left = 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1 - progress
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left

@@ -29,7 +29,7 @@ from torchstone.models.sizing import decoder_config, describe, init_std
 from torchstone.models.weights import Model, load_model, new_model
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
-from torchstone.optim.schedule import check_schedule
+from torchstone.optim.schedule import schedule_notes
 from torchstone.training.length import run_length
 from torchstone.training.loop import Run
 from torchstone.training.state import Progress
@@ -52,7 +52,8 @@ def assemble(config: Config, console: Console) -> Run:
         )
     optimizer = build_optimizer(model.decoder.named_parameters(), config.optim)
     length = run_length(config.training, data, config.data.shuffle)
-    check_schedule(length.steps, config.optim)
+    for note in schedule_notes(length.steps, config.optim):
+        console.warn(note)
     saved_with = {"data": _data_identity(config, data), "version": __version__, "torch": torch.__version__}
     progress = Progress()
     if checkpoint is not None:
