@@ -19,7 +19,7 @@ from torchstone.data.sampler import InfiniteSampler
 from torchstone.data.samples import StreamRows, split
 from torchstone.data.sources import read_rows
 from torchstone.data.template import ChatTemplate
-from torchstone.data.tokenize import Encoded, Tokenizer
+from torchstone.data.tokenize import Encoded, Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
 
 
@@ -102,6 +102,17 @@ class TestTemplate:
         with pytest.raises(DataError, match="first difference at character 0"):
             template.conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
+    def test_generation_marks_and_loop_controls_are_understood(self) -> None:
+        source = (
+            "{% for m in messages %}{% if m['role'] == 'tool' %}{% continue %}{% endif %}[{{ m['role'] }}]"
+            "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};{% endgeneration %}"
+            "{% else %}{{ m['content'] }};{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        rendered = ChatTemplate(source, {}).conversation(messages)
+        assert rendered.text == "[user]a;[assistant]b;"
+        assert [rendered.text[start:end] for start, end in rendered.trained] == ["b;"]
+
     def test_a_template_cannot_reach_python(self) -> None:
         template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
         with pytest.raises(DataError, match="refused"):
@@ -118,6 +129,12 @@ class TestCache:
         again = opened(text_file, tokenizer, tmp_path)
         assert again.folder == first.folder
         assert (again.folder / "ids.bin").stat().st_mtime_ns == stamp
+
+    def test_a_cache_cut_short_is_built_again(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+        first = opened(text_file, tokenizer, tmp_path)
+        whole = first.ids.tolist()
+        (first.folder / "ids.bin").write_bytes((first.folder / "ids.bin").read_bytes()[:-10])
+        assert opened(text_file, tokenizer, tmp_path).ids.tolist() == whole
 
     def test_whatever_decides_the_tokens_decides_the_key(
         self, tokenizer: Tokenizer, chat_file: Path, tmp_path: Path
@@ -138,6 +155,21 @@ class TestCache:
         cache = opened(text_file, tokenizer, tmp_path, limit=None)
         first = json.loads(text_file.read_text().splitlines()[0])["text"]
         assert cache.sequence(0).ids.tolist() == [*tokenizer.encode(first), tokenizer.eos_id]
+
+    def test_text_begins_as_the_tokenizer_has_it(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        """A tokenizer that puts a beginning of text in front does so once."""
+        from tokenizers.processors import TemplateProcessing
+
+        folder = tmp_path / "with-bos"
+        tokenizer.save(folder)
+        hf = load_tokenizer(folder).hf
+        bos = hf.convert_tokens_to_ids("<|user|>")
+        hf.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|user|> $A", special_tokens=[("<|user|>", bos)]
+        )
+        path = write_rows(tmp_path / "a.jsonl", [{"text": "Hello."}])
+        ids = opened(path, Tokenizer(hf, "with bos"), tmp_path, limit=None).sequence(0).ids.tolist()
+        assert ids == [bos, *tokenizer.encode("Hello."), tokenizer.eos_id]
 
     def test_long_rows_are_counted_and_named(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         rows = [{"input_ids": [1] * n} for n in (3, 50, 8, 9)]

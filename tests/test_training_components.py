@@ -433,6 +433,12 @@ class TestExport:
         assert found["bytes"] < 0.6 * (llama_dir / "model.safetensors").stat().st_size
         assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
+    def test_what_came_with_the_model_goes_with_it(self, llama_dir: Path, tmp_path: Path) -> None:
+        name = "generation_config.json"
+        assert (llama_dir / name).is_file()
+        export_model(str(llama_dir), tmp_path / "out")
+        assert (tmp_path / "out" / name).read_bytes() == (llama_dir / name).read_bytes()
+
     def test_a_folder_with_something_in_it_is_not_overwritten(self, llama_dir: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out/precious").write_text("x")

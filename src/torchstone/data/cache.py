@@ -42,15 +42,12 @@ class TokenCache:
         self.shape: Shape = meta["shape"]
         self.counts = Counts(**meta["counts"])
         self.offsets: np.ndarray = np.load(folder / "offsets.npy")
+        self.lengths: np.ndarray = np.diff(self.offsets)
         self.ids = _mapped(folder / "ids.bin", np.dtype(meta["id_type"]))
         self.labels = _mapped(folder / "labels.bin", np.dtype(np.int32)) if self.shape != "text" else self.ids
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
 
     def sequence(self, index: int, start: int = 0, stop: int | None = None) -> Encoded:
         """Sequence `index`, or its tokens from `start` to `stop`."""
@@ -70,7 +67,7 @@ def open_cache(
     folder = cache_dir / key[:32]
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(cache_dir / f"{key[:32]}.lock"):
-        if not (folder / "meta.json").is_file():
+        if not _is_whole(folder):
             report(f"tokenizing {path} ({path.stat().st_size / 1e6:.1f} MB) into {folder}")
             _build(folder, key, path, Encoder(tokenizer, shape, longest, on_long_row))
         else:
@@ -98,6 +95,14 @@ def _key(path: Path, tokenizer: Tokenizer, shape: Shape, limit: int | None, on_l
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
+def _is_whole(folder: Path) -> bool:
+    """There, and every file as long as it was written: a disk that filled up is not answered with half the data."""
+    if not (folder / "meta.json").is_file():
+        return False
+    sizes = json.loads((folder / "meta.json").read_text())["bytes"]
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+
+
 def _build(folder: Path, key: str, path: Path, encoder: Encoder) -> None:
     work = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
@@ -123,6 +128,7 @@ def _build(folder: Path, key: str, path: Path, encoder: Encoder) -> None:
         "id_type": id_type.name,
         "source": str(path),
         "counts": dataclasses.asdict(encoder.counts),
+        "bytes": {file.name: file.stat().st_size for file in work.iterdir()},
     }
     (work / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     for file in work.iterdir():

@@ -37,10 +37,10 @@ class Tokenizer:
         if not getattr(hf, "is_fast", False):
             raise UsageError(f"{source}: the tokenizer has no tokenizer.json (a fast tokenizer is needed)")
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """Ids go from 0 to here, added tokens included."""
-        return len(self.hf)
+        """All ids are smaller than this. The number of tokens would not do: some vocabularies have gaps."""
+        return max(self.hf.get_vocab().values()) + 1
 
     @property
     def eos_id(self) -> int:
@@ -60,8 +60,9 @@ class Tokenizer:
         found = {self.eos_id}
         if self.hf.chat_template:
             messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            tail = self.template.conversation(messages).text.rsplit("b", 1)[-1]
-            special = [i for i in self.encode(tail) if i in self.hf.all_special_ids]
+            rendered = self.template.conversation(messages)
+            answer = rendered.text[slice(*rendered.trained[0])]
+            special = [i for i in self.encode(answer.partition("b")[2]) if i in self.hf.all_special_ids]
             found.update(special[:1])
         return sorted(found)
 
@@ -85,8 +86,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: list[str]) -> list[Any]:
-        return self.hf.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    def encode_batch(self, texts: list[str], special: bool = False) -> list[Any]:
+        """`special` adds what the tokenizer itself puts around a text, such as a beginning of text."""
+        return self.hf.backend_tokenizer.encode_batch(texts, add_special_tokens=special)
 
     def decode(self, ids: list[int]) -> str:
         return self.hf.decode(ids, skip_special_tokens=True)
@@ -146,11 +148,11 @@ class Encoder:
         return kept
 
     def _texts(self, rows: list[Row]) -> list[Encoded]:
-        encodings = self.tokenizer.encode_batch([text_of(row) for row in rows])
-        start = [] if self.tokenizer.hf.bos_token_id is None else [self.tokenizer.hf.bos_token_id]
+        end = self.tokenizer.eos_id
         sequences = []
-        for encoding in encodings:
-            ids = np.array([*start, *encoding.ids, self.tokenizer.eos_id], dtype=np.int64)
+        for encoding in self.tokenizer.encode_batch([text_of(row) for row in rows], special=True):
+            found = encoding.ids if encoding.ids[-1:] == [end] else [*encoding.ids, end]
+            ids = np.array(found, dtype=np.int64)
             sequences.append(Encoded(ids, ids))
         return sequences
 

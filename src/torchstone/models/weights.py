@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torchstone.models.families import FAMILIES, Family, family_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+COMPANIONS = ("generation_config.json",)
 SHARD_BYTES = 5 * 10**9
 # Buffers that old exports stored; they hold nothing that was trained.
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)
@@ -36,6 +37,8 @@ class Model:
     decoder: Decoder
     hf_config: dict[str, Any]
     family: Family
+    # Files that came with the model and go with it, such as how it likes to be sampled.
+    companions: dict[str, bytes] = field(default_factory=dict)
 
 
 def new_model(family: str, config: DecoderConfig, attention: str, device: torch.device) -> Model:
@@ -70,7 +73,8 @@ def load_model(folder: Path, attention: str, device: torch.device, dtype: torch.
         # to_empty gives each name its own memory; tied weights are one tensor again.
         decoder.head.weight = decoder.tok_embed.weight
     load_weights(decoder, family, folder)
-    return Model(decoder, hf_config, family)
+    companions = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    return Model(decoder, hf_config, family, companions)
 
 
 @torch.no_grad()
@@ -127,7 +131,9 @@ def save_weights(decoder: Decoder, family: Family, folder: Path, shard_bytes: in
 
 
 def write_config(model: Model, folder: Path) -> None:
-    """config.json as it was loaded or made, with the numbers' type that the weights now have."""
+    """config.json as it was loaded or made, with the numbers' type that the weights now have, and what came with it."""
+    for name, content in model.companions.items():
+        (folder / name).write_bytes(content)
     dtype = str(model.decoder.tok_embed.weight.dtype).removeprefix("torch.")
     config = {key: value for key, value in model.hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
