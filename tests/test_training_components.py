@@ -25,7 +25,7 @@ from torchstone.data.tokenize import Encoded, Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumbersError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.weights import Model, load_model
-from torchstone.observe.console import Console, Eta, clock, step_line
+from torchstone.observe.console import Console, Eta, bar_text, clock, step_line
 from torchstone.observe.metrics import MetricsFile, memory_bytes, read_metrics
 from torchstone.optim.build import build_optimizer, kind_of
 from torchstone.optim.clip import clip_gradients, gradient_norm
@@ -296,6 +296,9 @@ class TestLogging:
         line = step_line(self.VALUES, 100, "5:30")
         assert line == ("Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,346 | ETA: 5:30")
         assert step_line(self.VALUES | {"val_loss": 1.5}, 100, "-").endswith("| Validation loss: 1.5000")
+
+    def test_the_bar_has_the_same_in_short(self) -> None:
+        assert bar_text(self.VALUES, 100, "5:30") == "3/100  loss 12.2340  norm 2.76  12,346 tok/s  ETA 5:30"
 
     def test_time_left_follows_the_pace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = iter([100.0, 110.0, 130.0])

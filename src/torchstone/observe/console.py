@@ -41,6 +41,14 @@ def step_line(values: dict[str, Any], total: int | None, eta: str) -> str:
     return line if "val_loss" not in values else f"{line} | Validation loss: {values['val_loss']:.4f}"
 
 
+def bar_text(values: dict[str, Any], total: int | None, eta: str) -> str:
+    """The same beside a bar, short enough for a terminal of 80 columns."""
+    return (
+        f"{values['step']}/{total or '-'}  loss {values['loss']:.4f}  norm {values['grad_norm']:.2f}  "
+        f"{values['tok_s']:,.0f} tok/s  ETA {eta}"
+    )
+
+
 class Console:
     """`say` is for things that happen once; `step` for every step."""
 
@@ -64,18 +72,17 @@ class Console:
         self._eta, self._total = Eta(total), total
         if self.style == "bar":
             self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), console=self._rich
+                BarColumn(bar_width=16), TextColumn("{task.fields[state]}", markup=False), console=self._rich
             )
             self._progress.start()
-            self._task = self._progress.add_task("training", total=total, completed=done, state="")
+            self._task = self._progress.add_task("", total=total, completed=done, state="")
 
     def step(self, values: dict[str, Any]) -> None:
         eta = self._eta.after(values["step"])
         if self._progress is not None and self._task is not None:
-            line = step_line(values, self._total, eta)
-            self._progress.update(self._task, completed=values["step"], state=line.replace(" | ", "  "))
+            self._progress.update(self._task, completed=values["step"], state=bar_text(values, self._total, eta))
             if "val_loss" in values:
-                self._progress.console.print(line, markup=False)
+                self._rich.print(step_line(values, self._total, eta), markup=False)
         elif self.style == "lines" and self._due(values):
             self._rich.print(step_line(values, self._total, eta), markup=False)
 
