@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,13 @@ def flags(overrides: dict[str, Any]) -> list[str]:
 
 class TestHelp:
     def test_help_answers_in_under_half_a_second(self) -> None:
-        """The best of three: the first start after an install also writes bytecode."""
-        seconds = []
-        for _ in range(3):
-            began = time.perf_counter()
-            done = subprocess.run([sys.executable, "-m", "torchstone.cli", "--help"], capture_output=True, text=True)
-            seconds.append(time.perf_counter() - began)
-            assert done.returncode == 0
-            assert "train" in done.stdout
-        assert min(seconds) < 0.5, seconds
+        """In seconds of the processor, which other work on the machine does not change."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-m", "torchstone.cli", "--help"], capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0
+        assert "train" in done.stdout
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
     def test_help_does_not_import_torch(self) -> None:
         code = "import sys, torchstone.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -97,12 +95,16 @@ class TestWrongUsage:
             (["export", "nowhere", "there"], "nowhere does not exist"),
             (["export", "nowhere", "there", "--dtype", "int8"], 'Choose from: "float32"'),
             (["chat", "nowhere"], "nowhere does not exist"),
+            (["train", "--preset", "debug", "--output-dir", "a-file"], "a-file: File exists"),
+            (["train", "--preset", "debug", "--data.cache_dir", "a-file"], "a-file"),
+            (["export", "nowhere", "a-file"], "does not exist"),
         ],
     )
     def test_it_ends_with_two_and_says_what_to_type(
         self, torchstone: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: str
     ) -> None:
         monkeypatch.chdir(tmp_path)
+        (tmp_path / "a-file").write_text("")
         code, out, err = torchstone(*words)
         assert code == 2, err
         assert expected in err
@@ -125,6 +127,19 @@ class TestWrongUsage:
         code, _, err = torchstone("export", folder, tmp_path / "out")
         assert code == 6
         assert "model.safetensors: damaged" in err
+
+    def test_a_full_disk_ends_with_six(
+        self, torchstone: Callable, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*arguments: Any, **more: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("torchstone.checkpoint.save.save_file", full)
+        overrides = settings()
+        code, _, err = torchstone("train", *flags(overrides))
+        assert code == 6
+        assert "No space left on device" in err
+        assert list((Path(overrides["output_dir"]) / "checkpoints").iterdir()) == []
 
     def test_numbers_that_go_wrong_end_with_five(self, torchstone: Callable, settings: Settings) -> None:
         overrides = settings(optim__learning_rate=1e30, optim__max_grad_norm=0, training__max_steps=30)
@@ -158,11 +173,17 @@ class TestCommands:
         assert (code, out) == (0, "")
         assert "done: step 6" in err
 
-        code, out, _ = torchstone("evaluate", run, "--data", chat_file, "--cache-dir", cache, "--json")
+        code, out, err = torchstone("evaluate", run, "--data", chat_file, "--cache-dir", cache, "--json")
+        assert err == ""
         found = json.loads(out)
         assert code == 0
         assert found["questions"] == 30
         assert found["loss"] > 0
+        assert found["dropped_rows"] == 0
+        short = ["--context-length", 16]
+        code, out, err = torchstone("evaluate", run, "--data", chat_file, "--cache-dir", cache, "--json", *short)
+        assert 0 < json.loads(out)["dropped_rows"] == 30 - json.loads(out)["samples"]
+        assert "rows dropped, being longer than data.context_length" in err
 
         code, out, _ = torchstone("export", run, tmp_path / "hf", "--json")
         assert code == 0

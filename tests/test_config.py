@@ -131,6 +131,26 @@ class TestFormats:
         with pytest.raises(UsageError, match="config files in .*run.yaml"):
             load_config(tmp_path / "rum.yaml")
 
+    def test_commas_inside_text_are_left_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.json"
+        path.write_text('{"output_dir": "runs/a,]b, }", "training": {"max_steps": 3,},}')
+        config = load_config(path, "debug")
+        assert (config.output_dir, config.training.max_steps) == ("runs/a,]b, }", 3)
+
+    def test_an_empty_section_is_nothing_and_an_empty_unknown_one_is_wrong(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        path.write_text("optim:\n#  eps: 1e-6\ndata: {}\n")
+        assert load_config(path, "debug").optim.eps == 1e-8
+        path.write_text("trainnig: {}\n")
+        with pytest.raises(UsageError, match="a.yaml:1: unknown key 'trainnig'"):
+            load_config(path, "debug")
+
+    def test_a_key_inside_an_inline_table_has_a_line_too(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.toml"
+        path.write_text('output_dir = "x"\noptim = {esp = 1e-6}\n')
+        with pytest.raises(UsageError, match="a.toml:2: unknown key 'optim.esp'"):
+            load_config(path, "debug")
+
     def test_a_config_survives_json(self) -> None:
         config = load_config(overrides=MINIMAL | {"optim.betas": "0.8,0.9", "optim.no_decay": "norm"})
         assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
@@ -146,6 +166,12 @@ class TestPrecedence:
     def test_a_model_path_takes_back_the_shape_of_a_preset(self) -> None:
         config = load_config(preset="debug", overrides={"model.path": "somewhere"})
         assert (config.model.path, config.model.depth, config.model.tokenizer) == ("somewhere", None, None)
+
+    def test_another_model_path_keeps_the_tokenizer_that_was_chosen(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_text("model: {path: one, tokenizer: mine}\ndata: {path: x.jsonl}\n")
+        config = load_config(path, overrides={"model.path": "two"})
+        assert (config.model.path, config.model.tokenizer) == ("two", "mine")
 
     def test_a_depth_takes_back_the_model_path_of_a_preset(self) -> None:
         config = load_config(preset="demo-chat", overrides={"model.depth": 3, "model.tokenizer": "demo:tokenizer"})
@@ -182,6 +208,15 @@ class TestAliases:
         assert config.optim.max_grad_norm == 2
         assert config.data.context_length == 99
         assert config.training.precision == "fp32"
+
+    def test_mixed_precision_is_refused_by_the_name_that_was_written(self) -> None:
+        assert "training.use_amp true asks for mixed precision" in message(training__use_amp=True)
+
+    def test_two_spellings_of_one_key_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        path.write_text("training:\n  max_steps: 3\n  max-steps: 4\n")
+        with pytest.raises(UsageError, match="are one setting"):
+            load_config(path, "debug")
 
     def test_every_alias_means_a_key(self) -> None:
         assert set(ALIASES.values()) <= set(fields())

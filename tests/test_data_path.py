@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import processes
 from tiny import write_rows
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.cache import TokenCache, open_cache
@@ -21,12 +24,29 @@ from torchstone.data.sources import read_rows
 from torchstone.data.template import ChatTemplate
 from torchstone.data.tokenize import Encoded, Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
+from torchstone.observe.console import Console
 
 
 def opened(
     path: Path, tokenizer: Tokenizer, tmp_path: Path, limit: int | None = 64, on_long: str = "drop"
 ) -> TokenCache:
-    return open_cache(path, tokenizer, lambda shape: limit, on_long, tmp_path / "cache", lambda text: None)
+    return open_cache(path, tokenizer, lambda shape: limit, on_long, tmp_path / "cache", Console("quiet"))
+
+
+def build_at_once(path: Path, tokenizer_dir: Path, folder: Path, start: Barrier) -> None:
+    """Opens the cache the moment all are ready, and notes whether this process was the one to build it."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    console = Console("quiet")
+    start.wait()
+
+    def say(text: str) -> None:
+        if text.startswith("tokenizing"):
+            with (folder / "built").open("a") as file:
+                file.write("built\n")
+
+    console.say = say  # type: ignore[method-assign]
+    cache = open_cache(path, tokenizer, lambda shape: None, "drop", folder / "shared", console)
+    assert cache.ids.size > 1000
 
 
 class TestSources:
@@ -118,6 +138,22 @@ class TestTemplate:
         with pytest.raises(DataError, match="refused"):
             template.prompt([{"role": "user", "content": "a"}])
 
+    def test_a_template_sees_what_transformers_gives_it(self, tokenizer: Tokenizer) -> None:
+        source = (
+            "{% if tools is not none %}TOOLS{% endif %}{{ messages | tojson(ensure_ascii=true) }}"
+            "{{ messages[0]['content'] is string }}"
+        )
+        messages = [{"role": "user", "content": "ä"}]
+        theirs = tokenizer.hf.apply_chat_template(messages, chat_template=source, tokenize=False)
+        assert ChatTemplate(source, {}).prompt(messages) == theirs
+
+    def test_whatever_a_template_raises_is_about_the_row(self) -> None:
+        with pytest.raises(DataError, match="refused a conversation"):
+            ChatTemplate("{{ messages[0] + 1 }}", {}).prompt([{"role": "user", "content": "a"}])
+
+    def test_a_date_in_a_template_stands_still(self) -> None:
+        assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).prompt([]) == "01 Jan 2025"
+
     def test_the_end_of_a_turn_stops_an_answer(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.hf.convert_ids_to_tokens(tokenizer.stop_ids) == ["<|endoftext|>", "<|end|>"]
 
@@ -129,6 +165,39 @@ class TestCache:
         again = opened(text_file, tokenizer, tmp_path)
         assert again.folder == first.folder
         assert (again.folder / "ids.bin").stat().st_mtime_ns == stamp
+
+    def test_settings_saved_with_a_tokenizer_do_not_cut_the_data(
+        self, tokenizer_dir: Path, tokenizer: Tokenizer, text_file: Path, tmp_path: Path
+    ) -> None:
+        """Somebody tokenized with truncation and padding, then saved the tokenizer."""
+        hf = load_tokenizer(tokenizer_dir).hf
+        hf(["some text", "some more text that is longer"], truncation=True, max_length=4, padding=True)
+        hf.save_pretrained(tmp_path / "marked")
+        assert '"max_length": 4' in (tmp_path / "marked/tokenizer.json").read_text()
+        marked = opened(text_file, load_tokenizer(tmp_path / "marked"), tmp_path / "a", limit=None)
+        plain = opened(text_file, tokenizer, tmp_path / "b", limit=None)
+        assert marked.ids.tolist() == plain.ids.tolist()
+        assert marked.key == plain.key
+
+    def test_several_processes_build_one_cache(self, tokenizer_dir: Path, text_file: Path, tmp_path: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(processes.PRELOADED)
+        start = context.Barrier(4)
+        workers = [
+            context.Process(target=build_at_once, args=(text_file, tokenizer_dir, tmp_path, start)) for _ in range(4)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+        assert [worker.exitcode for worker in workers] == [0] * 4
+        assert (tmp_path / "built").read_text() == "built\n"
+
+    def test_a_failed_build_leaves_nothing_behind(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "a.jsonl", [{"text": "fine"}, {"text": 3}])
+        with pytest.raises(DataError):
+            opened(path, tokenizer, tmp_path)
+        assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
 
     def test_a_cache_cut_short_is_built_again(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
         first = opened(text_file, tokenizer, tmp_path)
@@ -177,6 +246,10 @@ class TestCache:
         dropped = opened(path, tokenizer, tmp_path, limit=8)
         assert (len(dropped), dropped.counts.dropped_long) == (2, 2)
         assert dropped.counts.examples == [f"{path}:2 (50 tokens)", f"{path}:4 (9 tokens)"]
+        end_only = {"input_ids": [1] * 9, "labels": [-100] * 8 + [1]}
+        masked = write_rows(tmp_path / "masked.jsonl", [{"input_ids": [1, 2]}, end_only])
+        nothing_left = opened(masked, tokenizer, tmp_path, limit=8, on_long="truncate").counts
+        assert (nothing_left.dropped_untrained, nothing_left.truncated_long, nothing_left.dropped) == (1, 0, 1)
         cut = opened(path, tokenizer, tmp_path, limit=8, on_long="truncate")
         assert (cut.lengths.tolist(), cut.counts.truncated_long) == ([3, 8, 8, 8], 2)
 

@@ -184,19 +184,36 @@ def test_logits_equal_transformers_beyond_the_original_length(folder: Path, back
 
 
 def test_the_protocol_notices_a_mean_per_micro_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classic fault, planted: dividing by each micro-batch's own count must not pass."""
+    """The classic fault, planted with the scale of the loss kept: each micro-batch's mean, weighed alike."""
     reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
     honest = training_step.token_loss_sum
+    batches = parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
+    total = ours.batch(batches[0]).loss_tokens
 
     def mean_of_means(logits: Tensor, labels: Tensor) -> Tensor:
-        count = max(1, int((labels != -100).sum()))
-        return honest(logits, labels) / count * 10
+        count = int((labels != -100).sum())
+        return honest(logits, labels) / count * total / 3 if count else honest(logits, labels)
 
     monkeypatch.setattr(training_step, "token_loss_sum", mean_of_means)
     with pytest.raises(AssertionError):
-        parity.assert_step_locked(
-            reference, ours.step, ours.lock, parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
-        )
+        parity.assert_step_locked(reference, ours.step, ours.lock, batches)
+
+
+@pytest.mark.parametrize("place", ["loss", "grad_norm", "gradients"])
+def test_the_protocol_notices_what_is_not_a_number(folder: Path, place: str) -> None:
+    reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
+
+    def broken(batches: parity.MicroBatches) -> parity.StepNumbers:
+        numbers = ours.step(batches)
+        if place == "gradients":
+            numbers.gradients["model.norm.weight"][0] = float("nan")
+        else:
+            setattr(numbers, place, float("nan"))
+        return numbers
+
+    steps = parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
+    with pytest.raises(AssertionError):
+        parity.assert_step_locked(reference, broken, ours.lock, steps)
 
 
 def test_the_protocol_notices_packing_without_boundaries(folder: Path) -> None:

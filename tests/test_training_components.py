@@ -21,7 +21,7 @@ from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.collate import collate
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.packing import Batching
-from torchstone.data.tokenize import Encoded, Tokenizer
+from torchstone.data.tokenize import Counts, Encoded, Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumbersError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.weights import Model, load_model
@@ -32,6 +32,7 @@ from torchstone.optim.clip import clip_gradients, gradient_norm
 from torchstone.optim.schedule import learning_rate, schedule_notes
 from torchstone.training.guard import check_numbers
 from torchstone.training.length import crossed, run_length
+from torchstone.training.state import Progress
 from torchstone.training.step import backward, mean_loss, train_step
 
 CPU = torch.device("cpu")
@@ -241,7 +242,7 @@ class TestRunLength:
     @pytest.mark.parametrize(
         ("given", "steps", "samples"),
         [
-            ({"max_steps": 7}, 7, 21),
+            ({"max_steps": 7}, 7, None),
             ({"max_epochs": 1}, 4, 10),
             ({"max_epochs": 2.5}, 9, 25),
             ({}, 4, 10),
@@ -251,19 +252,19 @@ class TestRunLength:
             ({"max_tokens": 90}, 3, 9),
             ({"max_tokens": 30}, 1, 3),
             ({"max_tokens": 31}, 2, 6),
-            ({"max_steps": 2, "max_epochs": 5}, 2, 6),
+            ({"max_steps": 2, "max_epochs": 5}, 2, 50),
             ({"mode": "infinite"}, None, None),
         ],
     )
     def test_every_limit_as_steps(self, given: dict, steps: int | None, samples: int | None) -> None:
-        data = RunData(FixedSamples([10] * 10), None, Batching(3, 3, None), "text", False, "", 0)
-        length = run_length(TrainingConfig(**given), data, shuffle=True)
+        data = RunData(FixedSamples([10] * 10), None, Batching(3, 3, None), "text", False, "", 0, Counts())
+        length = run_length(TrainingConfig(**given), data, True, Progress())
         assert (length.steps, length.samples) == (steps, samples)
 
     def test_tokens_are_counted_in_the_order_they_will_come(self) -> None:
-        data = RunData(FixedSamples([1, 100, 1, 100]), None, Batching(1, 1, None), "text", False, "", 0)
-        assert run_length(TrainingConfig(max_tokens=102), data, shuffle=False).steps == 3
-        assert run_length(TrainingConfig(max_tokens=203), data, shuffle=False).steps == 5
+        data = RunData(FixedSamples([1, 100, 1, 100]), None, Batching(1, 1, None), "text", False, "", 0, Counts())
+        assert run_length(TrainingConfig(max_tokens=102), data, False, Progress()).steps == 3
+        assert run_length(TrainingConfig(max_tokens=203), data, False, Progress()).steps == 5
 
     @pytest.mark.parametrize(
         ("before", "after", "every", "expected"),
@@ -282,6 +283,14 @@ class TestMetrics:
         metrics.close()
         assert metrics.removed == 3
         assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 0.30000000000000004}]
+
+    def test_a_last_line_without_its_end_is_not_glued_to_the_next(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1}\n{"step": 2}')
+        metrics = MetricsFile(path, resumed_step=2)
+        metrics.write({"step": 3})
+        metrics.close()
+        assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
 
     def test_memory_is_what_the_process_holds(self) -> None:
         before = memory_bytes(CPU)
@@ -378,6 +387,14 @@ class TestCheckpointing:
         with pytest.raises(CheckpointError, match=f"{name}: damaged"):
             manifest.verify(folder)
 
+    @pytest.mark.parametrize("content", ['{"format": 1, "fi|es": {}}', '{"format": 1, "files": 3}', "[]", "", "{"])
+    def test_a_damaged_manifest_is_noticed(self, tmp_path: Path, content: str) -> None:
+        with manifest.committed(tmp_path / "step-00000001") as folder:
+            (folder / "file").write_text("x")
+        (tmp_path / "step-00000001/manifest.json").write_text(content)
+        with pytest.raises(CheckpointError, match="damaged|format"):
+            manifest.verify(tmp_path / "step-00000001")
+
     def test_an_error_while_writing_leaves_nothing_listed(self, tmp_path: Path) -> None:
         def fail(folder: Path) -> None:
             (folder / "file").write_text("half")
@@ -435,6 +452,23 @@ class TestExport:
         assert found["max_logit_difference"] <= 1e-5
         assert found["bytes"] < 0.6 * (llama_dir / "model.safetensors").stat().st_size
         assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+    def test_transformers_stops_where_a_turn_ends(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        """A model without a generation config gets one that names the end of a turn beside the end of a text."""
+        from transformers import AutoModelForCausalLM
+
+        folder = make_llama(tmp_path / "model", tokenizer)
+        (folder / "generation_config.json").unlink()
+        export_model(str(folder), tmp_path / "out")
+        model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+        end = tokenizer.hf.convert_tokens_to_ids("<|end|>")
+        assert model.generation_config.eos_token_id == [tokenizer.eos_id, end]
+        ids = torch.tensor([[7, 8, 9]])
+        with torch.no_grad():
+            hidden = model.model(ids).last_hidden_state[0, -1]
+            model.lm_head.weight.zero_()
+            model.lm_head.weight[end] = hidden
+        assert model.generate(ids, max_new_tokens=5, do_sample=False)[0].tolist() == [7, 8, 9, end]
 
     def test_what_came_with_the_model_goes_with_it(self, llama_dir: Path, tmp_path: Path) -> None:
         name = "generation_config.json"

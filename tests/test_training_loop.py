@@ -14,7 +14,8 @@ import torch
 from torchstone import api
 from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.config import load_config
-from torchstone.errors import DataError, OutOfMemoryError, UsageError
+from torchstone.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from torchstone.errors import DataError, NumbersError, OutOfMemoryError, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Outcome, Run
 
@@ -162,6 +163,7 @@ class TestMinibatches:
             assert (line["tokens"] + line["padding"]) % 8 == 0
             assert line["tok_s"] == pytest.approx(line["tokens"] / line["step_s"])
             assert line["memory"] > 50e6
+            assert (line["dropped_rows"], line["truncated_rows"]) == (0, 0)
         assert lines[-1]["total_tokens"] == sum(line["tokens"] for line in lines)
 
     def test_a_step_without_labels_is_an_error_that_names_it(self, settings: Settings, tmp_path: Path) -> None:
@@ -216,6 +218,14 @@ class TestValidation:
         marked = json.loads((folder / "checkpoints/best.json").read_text())
         assert marked == {"step": best["step"], "val_loss": best["val_loss"]}
         assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [best["step"], 12]
+
+    def test_a_loss_that_is_no_number_ends_the_run(self, settings: Settings) -> None:
+        overrides = settings(
+            data__validation_split=0.2, training__max_steps=1, optim__learning_rate=1e38, checkpoint__save_best=True
+        )
+        with pytest.raises(NumbersError, match="validation after step 1"):
+            trained(overrides)
+        assert not (Path(overrides["output_dir"]) / "checkpoints").exists()
 
     def test_validation_does_not_disturb_training(self, settings: Settings, tmp_path: Path) -> None:
         plain = trained(settings(data__validation_split=0.2, training__validate_at_end=False))[1]
@@ -295,14 +305,38 @@ class TestCallbacks:
 
 
 class TestMemory:
-    def test_running_out_of_it_is_exit_code_four(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-        def no_room(*arguments: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    PLACES = {
+        "step 1 or later": "torchstone.training.loop.train_step",
+        "the model": "torchstone.training.assemble.new_model",
+    }
 
-        monkeypatch.setattr("torchstone.training.loop.train_step", no_room)
-        with pytest.raises(OutOfMemoryError, match="step 1 does not fit on cpu") as caught:
+    @pytest.mark.parametrize("what", PLACES)
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        ],
+        ids=["cuda", "cpu"],
+    )
+    def test_running_out_of_it_is_exit_code_four(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch, what: str, error: Exception
+    ) -> None:
+        def no_room(*arguments: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(self.PLACES[what], no_room)
+        with pytest.raises(OutOfMemoryError, match=f"{what} does not fit on cpu") as caught:
             trained(settings())
         assert caught.value.exit_code == 4
+
+    def test_other_errors_stay_what_they_are(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(*arguments: Any) -> None:
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr("torchstone.training.loop.train_step", wrong)
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            trained(settings())
 
     def test_a_thousand_steps_hold_no_more_than_the_first_hundred(self, settings: Settings) -> None:
         overrides = settings(
@@ -312,6 +346,16 @@ class TestMemory:
         _, lines, _ = trained(overrides)
         held = np.array([line["memory"] for line in lines])
         assert held[-100:].max() < held[:100].max() + 20e6
+
+
+class TestConfigByHand:
+    def test_it_is_checked_like_any_other(self) -> None:
+        model, data = ModelConfig(depth=2, tokenizer="demo:tokenizer"), DataConfig(path="demo:corpus")
+        wrong = Config(model=model, data=data, training=TrainingConfig(precision="bf16"))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="training.precision cannot be 'bf16'"):
+            api.train(wrong)
+        with pytest.raises(UsageError, match="data.path is not set"):
+            api.train(Config(model=model))
 
 
 class TestFolder:

@@ -14,14 +14,16 @@ import torch
 
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder
-from torchstone.config.load import load_config
+from torchstone.config.load import from_dict, load_config, to_dict
 from torchstone.config.schema import Config, Device, Dtype, SystemConfig
 from torchstone.data.tokenize import load_tokenizer
 from torchstone.demo.builtin import data_file
 from torchstone.models.weights import load_model
 from torchstone.observe.console import Console
-from torchstone.training.assemble import assemble, open_data, pick_device, record_config, run_folder, tokenizer_path
+from torchstone.training import run_folder
+from torchstone.training.assemble import assemble, open_data, pick_device, tokenizer_path
 from torchstone.training.evaluate import answer, evaluate_file
+from torchstone.training.guard import memory_guard
 from torchstone.training.loop import Callback, Outcome, train_loop
 
 
@@ -34,12 +36,14 @@ def train(
     """Trains to the end of the run; starting it again goes on where it was."""
     settings = _settings(config, overrides, preset)
     console = Console(settings.observe.console, settings.observe.log_every_steps)
-    with run_folder(settings):
-        run = assemble(settings, console)
-        record_config(run)
-        if run.length.steps is not None and run.progress.step >= run.length.steps:
+    with run_folder.held(settings):
+        with memory_guard("the model", pick_device(settings.system)):
+            run = assemble(settings, console)
+        run_folder.record_config(settings, run.progress.step > 0, console)
+        complete = run.length.steps is not None and run.progress.step >= run.length.steps
+        if complete and run.progress.owed is None:
             console.say(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.length.steps}")
-            return Outcome(run.progress.step, resolve_model_folder(settings.output_dir), None, None, None)
+            return Outcome(run.progress.step, run.checkpoint, None, None, None)
         console.say(_plan_line(run.length.steps, run.data.batching, len(run.data.train), run.device))
         return train_loop(run, callbacks)
 
@@ -50,7 +54,8 @@ def prepare(
     """Tokenizes the data of a run and stops; what it found is returned and kept in the cache."""
     settings = _settings(config, overrides, preset)
     console = Console(settings.observe.console)
-    tokenizer = load_tokenizer(tokenizer_path(settings))
+    source = resolve_model_folder(settings.model.path) if settings.model.path else None
+    tokenizer = load_tokenizer(tokenizer_path(settings, source))
     data = open_data(settings, tokenizer, console)
     return {
         "fingerprint": data.fingerprint,
@@ -58,6 +63,8 @@ def prepare(
         "samples": len(data.train),
         "tokens": int(data.train.lengths.sum()),
         "validation_samples": len(data.validation) if data.validation is not None else 0,
+        "dropped_rows": data.counts.dropped,
+        "truncated_rows": data.counts.truncated_long,
         "cache_dir": settings.data.cache_dir,
     }
 
@@ -86,9 +93,10 @@ def evaluate(
     place = pick_device(settings.system)
     folder = resolve_model_folder(source)
     tokenizer = load_tokenizer(folder)
-    model = load_model(folder, "sdpa", place)
     path = data_file(data, Path(cache_dir))
-    found = evaluate_file(model.decoder, tokenizer, settings, path, place, questions, console.say)
+    with memory_guard("the evaluation", place):
+        model = load_model(folder, "sdpa", place)
+        found = evaluate_file(model.decoder, tokenizer, settings, path, place, questions, console)
     return {"model": str(folder)} | found
 
 
@@ -121,7 +129,8 @@ def _settings(config: Config | str | Path | None, overrides: Mapping[str, Any] |
     if isinstance(config, Config):
         if overrides or preset:
             raise ValueError("overrides and presets go with a config file, not with a Config that is already whole")
-        return config
+        # Made by hand, it has not been converted or checked yet.
+        return from_dict(to_dict(config))
     return load_config(config, preset, overrides or {})
 
 

@@ -42,6 +42,11 @@ def main() -> None:
         _fail(UsageError(str(error).strip(), f"see: torchstone {rest[0] if rest else ''} --help"))
     except TorchstoneError as error:
         _fail(error)
+    except OSError as error:
+        # A folder that is a file, a disk that is full or read-only: the user's to mend, not ours.
+        if error.filename is None:
+            raise
+        _fail(UsageError(f"{error.filename}: {error.strerror}"))
     except KeyboardInterrupt:
         sys.exit(130)
 

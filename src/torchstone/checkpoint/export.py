@@ -6,14 +6,13 @@ what was meant to be written, and the logits of a fixed text with ours.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchstone.atomic import new_folder
 from torchstone.checkpoint.load import resolve_model_folder
-from torchstone.checkpoint.manifest import sync
 from torchstone.checkpoint.save import write_model_folder
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
@@ -25,20 +24,15 @@ LOGITS_LIMIT = 1e-5
 def export_model(source: str, target: Path, dtype: str = "float32", verify: bool = True) -> dict[str, Any]:
     """Writes `source` (run, checkpoint or folder) to `target`; returns what was written and measured."""
     folder = resolve_model_folder(source)
+    if target.is_file():
+        raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):
         raise UsageError(f"{target} exists and is not empty", "export into a new folder")
     model = load_model(folder, "sdpa", torch.device("cpu"), getattr(torch, dtype))
     tokenizer = load_tokenizer(folder)
-    work = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    write_model_folder(model, tokenizer, work)
-    difference = verify_folder(work, model, tokenizer) if verify else None
-    for file in work.iterdir():
-        sync(file)
-    if target.exists():
-        target.rmdir()
-    work.rename(target)
+    with new_folder(target) as work:
+        write_model_folder(model, tokenizer, work)
+        difference = verify_folder(work, model, tokenizer) if verify else None
     return {
         "source": str(folder),
         "folder": str(target),

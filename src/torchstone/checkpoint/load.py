@@ -31,7 +31,10 @@ def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None]) -> P
             )
         return None
     if resume != "auto":
-        return _named(Path(resume), found)
+        named = Path(resume)
+        if not found or named.resolve().parent == root.resolve():
+            return _named(named, found)
+        warn(f"{output_dir} has checkpoints of its own: going on from them, not from {resume}")
     for _, folder in reversed(found):
         try:
             manifest.verify(folder)
@@ -47,6 +50,8 @@ def resolve_model_folder(path: str) -> Path:
     """What a model path means: a Hugging Face folder, a checkpoint, or a run (its best checkpoint, else its newest)."""
     folder = Path(path)
     root = folder / CHECKPOINTS
+    if (folder / "metrics.jsonl").is_file() and not manifest.list_checkpoints(root):
+        raise UsageError(f"{folder} is a run without a checkpoint")
     if (folder / "config.json").is_file() and not root.is_dir():
         if (folder / manifest.MANIFEST).is_file():
             manifest.verify(folder)

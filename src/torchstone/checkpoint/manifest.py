@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from torchstone import atomic
 from torchstone.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -36,33 +38,17 @@ def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 @contextmanager
 def committed(final: Path) -> Iterator[Path]:
-    """A folder to write into; it takes the name `final` once everything in it is on disk, or is removed on an error."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    work = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    """A folder to write into; with the manifest in it, it takes the name `final`."""
     try:
-        yield work
-        _write_manifest(work)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():
-        final.rename(replaced)
-    work.rename(final)
-    sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+        with atomic.new_folder(final) as folder:
+            yield folder
+            _write_manifest(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{final}: could not be written: {error}", "is the disk full?") from None
 
 
 def tidy(root: Path) -> None:
-    """Removes what an interrupted save left behind, and puts back a folder whose replacement never arrived."""
-    for left in root.glob(".step-*"):
-        final = root / left.name.removeprefix(".").rsplit(".", 1)[0]
-        if left.suffix == ".replaced" and not final.exists():
-            left.rename(final)
-        elif left.suffix in (".partial", ".replaced", ".removed"):
-            shutil.rmtree(left)
+    atomic.tidy(root, "step-*")
 
 
 def verify(folder: Path) -> None:
@@ -70,37 +56,39 @@ def verify(folder: Path) -> None:
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: written in checkpoint format {manifest.get('format')}, this reads {FORMAT}")
-    for name, entry in manifest["files"].items():
+    try:
+        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{folder / MANIFEST}: damaged: it does not list the files") from None
+    for name, (size, digest) in entries.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
-        if path.stat().st_size != entry["bytes"] or file_hash(path) != entry["sha256"]:
+        if path.stat().st_size != size or file_hash(path) != digest:
             raise CheckpointError(f"{path}: damaged: it is not the file that was saved")
 
 
 def remove(folder: Path) -> None:
     """Takes the folder out of the list first, so that a half-removed checkpoint is never found."""
-    hidden = folder.with_name(f".{folder.name}.removed")
+    hidden = atomic.hidden(folder, "removed")
     folder.rename(hidden)
     shutil.rmtree(hidden)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: damaged: not an object")
+    return value
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, also where the file exists."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    sync(partial)
-    partial.replace(path)
-    sync(path.parent)
+    atomic.write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def file_hash(path: Path) -> str:
@@ -108,21 +96,10 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _write_manifest(folder: Path) -> None:
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            sync(path)
             name = path.relative_to(folder).as_posix()
             files[name] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
-    sync(folder / MANIFEST)
-    sync(folder)
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": files})

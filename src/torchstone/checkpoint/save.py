@@ -20,6 +20,7 @@ from torchstone.models.weights import Model, save_weights, write_config
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random.safetensors"
 STATE_FILE = "state.json"
+GENERATION_FILE = "generation_config.json"
 BEST_FILE = "best.json"
 
 
@@ -40,6 +41,11 @@ def write_model_folder(model: Model, tokenizer: Tokenizer, folder: Path) -> None
     write_config(model, folder)
     save_weights(model.decoder, model.family, folder)
     tokenizer.save(folder)
+    if GENERATION_FILE not in model.companions:
+        # Without it Transformers' generate would not stop where a turn ends.
+        stops = tokenizer.stop_ids
+        settings = {"eos_token_id": stops[0] if len(stops) == 1 else stops, "pad_token_id": tokenizer.pad_id}
+        manifest.write_json(folder / GENERATION_FILE, settings)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:

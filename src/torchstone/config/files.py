@@ -67,16 +67,16 @@ def _read_json(text: str, path: Path) -> Tree:
 
 def _without_comments(text: str) -> str:
     """Comments and trailing commas become blanks, so that every line keeps its number."""
-    parts = []
-    for token in _JSON_TOKEN.findall(text):
-        is_comment = token.startswith(("//", "/*"))
-        parts.append(re.sub(r"[^\n]", " ", token) if is_comment else token)
-    return re.sub(r",(\s*[}\]])", r" \1", "".join(parts)) if _has_trailing_comma(parts) else "".join(parts)
+    tokens = [_blank(token) if token.startswith(("//", "/*")) else token for token in _JSON_TOKEN.findall(text)]
+    marks = [number for number, token in enumerate(tokens) if not token.isspace()]
+    for this, following in pairwise(marks):
+        if tokens[this] == "," and tokens[following] in ("}", "]"):
+            tokens[this] = " "
+    return "".join(tokens)
 
 
-def _has_trailing_comma(tokens: list[str]) -> bool:
-    marks = [token for token in tokens if not token.isspace()]
-    return any(a == "," and b in "}]" for a, b in pairwise(marks))
+def _blank(token: str) -> str:
+    return re.sub(r"[^\n]", " ", token)
 
 
 def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:

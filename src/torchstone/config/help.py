@@ -35,20 +35,28 @@ def field_help() -> dict[str, str]:
 def config_table() -> str:
     """All keys by section with defaults, as plain text."""
     lines = []
-    default = schema.Config()
     for section, title in schema.SECTION_HELP.items():
         lines.append(f"\n{section}: {title}")
-        for key, sentence in field_help().items():
-            if key.startswith(f"{section}."):
-                value = getattr(getattr(default, section), key.split(".")[1])
-                shown = "" if value is None else f" [default: {_shown(value)}]"
-                lines.append(f"  --{key}\n      {sentence}{shown}")
+        for key, default, sentence in _keys_of(section):
+            lines.append(f"  --{key}\n      {sentence}" + (f" [default: {default}]" if default else ""))
     return "\n".join(lines)
+
+
+def _keys_of(section: str) -> list[tuple[str, str, str]]:
+    """Key, default as text (empty where there is none) and sentence."""
+    default = getattr(schema.Config(), section)
+    return [
+        (key, _shown(getattr(default, key.split(".")[1])), sentence)
+        for key, sentence in field_help().items()
+        if key.startswith(f"{section}.")
+    ]
 
 
 def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(str(part) for part in value)
+    if value is None:
+        return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -68,15 +76,12 @@ def _under_fields(node: ast.ClassDef) -> dict[str, str]:
 def markdown_table() -> str:
     """All keys as a page of the documentation."""
     lines = ["# Every key", "", "Made from the schema: `python -m torchstone.config.help > docs/config-keys.md`."]
-    default = schema.Config()
     for section, title in schema.SECTION_HELP.items():
         lines += ["", f"## {section}: {title}", "", "| key | default | meaning |", "|---|---|---|"]
-        for key, sentence in field_help().items():
-            if key.startswith(f"{section}."):
-                value = getattr(getattr(default, section), key.split(".")[1])
-                lines.append(f"| `{key}` | {'' if value is None else f'`{_shown(value)}`'} | {sentence} |")
+        for key, default, sentence in _keys_of(section):
+            lines.append(f"| `{key}` | {f'`{default}`' if default else ''} | {sentence} |")
     lines += ["", "## beside the sections", "", "| key | default | meaning |", "|---|---|---|"]
-    lines.append(f"| `output_dir` | `{default.output_dir}` | {field_help()['output_dir']} |")
+    lines.append(f"| `output_dir` | `{schema.Config().output_dir}` | {field_help()['output_dir']} |")
     return "\n".join(lines) + "\n"
 
 

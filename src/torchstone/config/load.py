@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_tree
-from torchstone.config.schema import NEW_MODEL_KEYS, Config, Impossible, Range, check
+from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, Impossible, Range, check
 from torchstone.errors import UsageError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -40,7 +40,7 @@ class Setting:
 
     value: Any
     origin: str | None
-    name: str
+    spelled: str
 
 
 def load_config(
@@ -67,10 +67,7 @@ def load_config(
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as plain nested dictionaries, every key present: what `--print-config` shows and a run keeps."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in dataclasses.asdict(config, dict_factory=_plain_dict).items()
-    }
+    return dataclasses.asdict(config, dict_factory=_plain_dict)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -126,11 +123,21 @@ def _plain_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _from_file(path: Path, origin: str | None = None) -> dict[str, Setting]:
     tree = read_tree(path)
     flat = [pair for key, value in tree.values.items() for pair in _flatten(str(key), value)]
-    return _collect([(key, value, origin or f"{path}:{tree.lines.get(key, '?')}") for key, value in flat])
+    return _collect([(key, value, origin or _place(path, key, tree.lines)) for key, value in flat])
+
+
+def _place(path: Path, key: str, lines: dict[str, int]) -> str:
+    """The line of the key, or of the nearest thing around it that has one."""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    return f"{path}:{lines[key]}" if key else str(path)
 
 
 def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    if value is None and key in SECTION_HELP:
+        # A section whose keys are all commented out.
+        return []
+    if isinstance(value, Mapping) and (value or key in SECTION_HELP):
         return [pair for sub, inner in value.items() for pair in _flatten(f"{key}.{sub}", inner)]
     return [(key, value)]
 
@@ -143,20 +150,27 @@ def _collect(found: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting]
         key = ALIASES.get(name, name)
         if key not in fields():
             raise UsageError(f"{_where(origin)}unknown key {spelled!r}", _suggest(key))
-        if key in settings and settings[key].name != name:
+        if key in settings and settings[key].spelled != spelled:
             raise UsageError(
-                f"{_where(origin)}{spelled!r} and {settings[key].name!r} are one setting", "give one of them"
+                f"{_where(origin)}{spelled!r} and {settings[key].spelled!r} are one setting", "give one of them"
             )
         if name == "training.use_amp":
-            value = "bf16" if _convert(value, bool, name) else "fp32"
-        settings[key] = Setting(value, origin, name)
+            if _convert(value, bool, name):
+                raise UsageError(
+                    f"{_where(origin)}training.use_amp true asks for mixed precision, which this version does not have",
+                    "leave it out for fp32, or say --training.precision bf16-pure for everything in bf16",
+                )
+            value = "fp32"
+        settings[key] = Setting(value, origin, spelled)
     return settings
 
 
 def _later_wins(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, Setting]:
     """A model is either loaded or new, so a later source that says the one takes back the other with its shape."""
     if "model.path" in later:
-        earlier = {key: setting for key, setting in earlier.items() if key not in NEW_MODEL_KEYS}
+        loaded = "model.path" in earlier
+        dropped = [key for key in NEW_MODEL_KEYS if not (loaded and key == "model.tokenizer")]
+        earlier = {key: setting for key, setting in earlier.items() if key not in dropped}
     elif "model.depth" in later:
         earlier = {key: setting for key, setting in earlier.items() if key != "model.path"}
     return earlier | later

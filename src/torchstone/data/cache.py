@@ -9,23 +9,21 @@ whole, so that a reader sees all of it or nothing. Ids take 2 bytes a token (4 w
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from torchstone.atomic import locked, new_folder
 from torchstone.data.formats import Shape, shape_of
 from torchstone.data.sources import Row, content_hash, read_rows
 from torchstone.data.tokenize import Counts, Encoded, Encoder, Tokenizer
 from torchstone.errors import DataError
+from torchstone.observe.console import Console
 
 # Raised whenever the same rows would become other tokens.
 CODE_VERSION = 1
@@ -58,22 +56,21 @@ class TokenCache:
 
 def open_cache(
     path: Path, tokenizer: Tokenizer, limit: Callable[[Shape], int | None], on_long_row: str, cache_dir: Path,
-    report: Callable[[str], None],
+    console: Console,
 ) -> TokenCache:  # fmt: skip
     """The cache of `path`, built first where it is not there yet. `limit` gives the longest sequence for a shape."""
     shape = _shape_of_file(path)
     longest = limit(shape)
     key = _key(path, tokenizer, shape, longest, on_long_row)
     folder = cache_dir / key[:32]
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_dir / f"{key[:32]}.lock"):
+    with locked(cache_dir / f"{key[:32]}.lock"):
         if not _is_whole(folder):
-            report(f"tokenizing {path} ({path.stat().st_size / 1e6:.1f} MB) into {folder}")
+            console.say(f"tokenizing {path} ({path.stat().st_size / 1e6:.1f} MB) into {folder}")
             _build(folder, key, path, Encoder(tokenizer, shape, longest, on_long_row))
         else:
-            report(f"using the tokenized {path} in {folder}")
+            console.say(f"using the tokenized {path} in {folder}")
     cache = TokenCache(folder)
-    _report_counts(cache.counts, path, report)
+    _report_counts(cache.counts, path, console)
     return cache
 
 
@@ -104,9 +101,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _build(folder: Path, key: str, path: Path, encoder: Encoder) -> None:
-    work = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    with new_folder(folder) as work:
+        _write(work, key, path, encoder)
+
+
+def _write(work: Path, key: str, path: Path, encoder: Encoder) -> None:
     id_type = np.dtype(np.uint16 if encoder.tokenizer.size <= 2**16 else np.uint32)
     lengths: list[int] = []
     with (work / "ids.bin").open("wb") as ids, (work / "labels.bin").open("wb") as labels:
@@ -131,26 +130,22 @@ def _build(folder: Path, key: str, path: Path, encoder: Encoder) -> None:
         "bytes": {file.name: file.stat().st_size for file in work.iterdir()},
     }
     (work / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    for file in work.iterdir():
-        _sync(file)
-    shutil.rmtree(folder, ignore_errors=True)
-    work.rename(folder)
-    _sync(folder.parent)
 
 
-def _report_counts(counts: Counts, path: Path, report: Callable[[str], None]) -> None:
+def _report_counts(counts: Counts, path: Path, console: Console) -> None:
     share = 100 * counts.trained_tokens / max(1, counts.tokens)
-    report(f"{path.name}: {counts.rows} rows, {counts.tokens} tokens, {share:.1f} % of them trained on")
+    console.say(f"{path.name}: {counts.rows} rows, {counts.tokens} tokens, {share:.1f} % of them trained on")
     for number, what in (
         (counts.dropped_long, "dropped, being longer than data.context_length (data.on_long_row truncate keeps them)"),
         (counts.truncated_long, "cut to data.context_length"),
+        (counts.dropped_untrained, "dropped, since nothing to train on was left of them within data.context_length"),
     ):
         if number:
-            report(f"{path.name}: {number} of {counts.rows} rows {what}, such as {', '.join(counts.examples[:3])}")
+            console.warn(
+                f"{path.name}: {number} of {counts.rows} rows {what}, such as {', '.join(counts.examples[:3])}"
+            )
     if counts.straddling_tokens:
-        report(
-            f"{path.name}: {counts.straddling_tokens} tokens lie across a prompt and its answer; they are trained on"
-        )
+        console.warn(f"{path.name}: {counts.straddling_tokens} tokens lie across a prompt and its answer: trained on")
 
 
 def _in_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -160,18 +155,3 @@ def _in_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 def _mapped(path: Path, kind: np.dtype) -> np.ndarray:
     return np.memmap(path, dtype=kind, mode="r")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,7 +21,8 @@ from torchstone.data.formats import IGNORED, Shape
 from torchstone.data.packing import Batching, Plan, batching
 from torchstone.data.sampler import InfiniteSampler
 from torchstone.data.samples import Samples, StreamRows, WholeSequences, split
-from torchstone.data.tokenize import Tokenizer
+from torchstone.data.tokenize import Counts, Tokenizer
+from torchstone.observe.console import Console
 
 
 @dataclass
@@ -47,6 +48,7 @@ class RunData:
     packed: bool
     fingerprint: str
     pad_id: int
+    counts: Counts
 
     def batches(self, config: Config, drawn: int, last_sample: int | None) -> Iterator[StepBatch]:
         """The steps' batches from sample `drawn` on; the last one may be smaller, so that `last_sample` is the end."""
@@ -87,9 +89,7 @@ class RunData:
         )
 
 
-def load_data(
-    config: Config, tokenizer: Tokenizer, train: Path, validation: Path | None, report: Callable[[str], None]
-) -> RunData:
+def load_data(config: Config, tokenizer: Tokenizer, train: Path, validation: Path | None, console: Console) -> RunData:
     """Tokenizes what is not tokenized yet and lays out the samples."""
     data, training = config.data, config.training
 
@@ -97,7 +97,7 @@ def load_data(
         return None if shape == "text" and data.packing else data.context_length
 
     def opened(path: Path) -> TokenCache:
-        return open_cache(path, tokenizer, limit, data.on_long_row, Path(data.cache_dir), report)
+        return open_cache(path, tokenizer, limit, data.on_long_row, Path(data.cache_dir), console)
 
     def samples(cache: TokenCache, members: np.ndarray) -> Samples:
         if cache.shape == "text" and data.packing:
@@ -118,6 +118,7 @@ def load_data(
         packed=data.packing,
         fingerprint=cache.key,
         pad_id=tokenizer.pad_id,
+        counts=cache.counts,
     )
 
 

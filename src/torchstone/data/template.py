@@ -23,6 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchstone.errors import DataError, UsageError
 
 Message = dict[str, Any]
+# Some templates write today's date. Here it stands still: the same rows are the same tokens tomorrow.
+DATE = datetime(2025, 1, 1)
 
 
 class GenerationTag(Extension):
@@ -49,7 +51,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        environment.globals["strftime_now"] = DATE.strftime
         environment.filters["tojson"] = _to_json
         self.source = source
         self.special_tokens = special_tokens
@@ -84,9 +86,11 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
-            )
-        except jinja2.TemplateError as error:
+                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None,
+                **self.special_tokens,
+            )  # fmt: skip
+        except Exception as error:
+            # A template is somebody else's program: whatever it raises is about the template or the conversation.
             raise DataError(f"the chat template refused a conversation: {error}") from None
 
 
@@ -101,5 +105,5 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)

@@ -36,6 +36,9 @@ class Tokenizer:
         self.source = source
         if not getattr(hf, "is_fast", False):
             raise UsageError(f"{source}: the tokenizer has no tokenizer.json (a fast tokenizer is needed)")
+        # A saved tokenizer may carry the settings of somebody's last call, which would cut or pad every row here.
+        hf.backend_tokenizer.no_truncation()
+        hf.backend_tokenizer.no_padding()
 
     @cached_property
     def size(self) -> int:
@@ -114,7 +117,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 @dataclass
 class Counts:
-    """What became of the rows; printed, kept in the cache and in the metrics."""
+    """What became of the rows; printed, kept in the cache and in the metrics.
+
+    `dropped_untrained` are rows of which nothing that is trained was left after cutting them.
+    """
 
     rows: int = 0
     sequences: int = 0
@@ -122,8 +128,13 @@ class Counts:
     trained_tokens: int = 0
     dropped_long: int = 0
     truncated_long: int = 0
+    dropped_untrained: int = 0
     straddling_tokens: int = 0
     examples: list[str] = field(default_factory=list)
+
+    @property
+    def dropped(self) -> int:
+        return self.dropped_long + self.dropped_untrained
 
 
 class Encoder:
@@ -163,10 +174,11 @@ class Encoder:
     def _conversations(self, rows: list[Row]) -> list[Encoded]:
         rendered = []
         for row in rows:
+            messages = messages_of(row)
             try:
-                rendered.append(self.tokenizer.template.conversation(messages_of(row)))
+                rendered.append(self.tokenizer.template.conversation(messages))
             except DataError as error:
-                raise error if str(row.path) in error.message else row.error(error.message, error.hint) from None
+                raise row.error(error.message, error.hint) from None
         encodings = self.tokenizer.encode_batch([r.text for r in rendered])
         sequences = []
         for row, conversation, encoding in zip(rows, rendered, encodings, strict=True):
@@ -194,5 +206,9 @@ class Encoder:
         if self.on_long_row == "drop":
             self.counts.dropped_long += 1
             return None
+        cut = Encoded(sequence.ids[: self.limit], sequence.labels[: self.limit])
+        if not (cut.labels[1:] != IGNORED).any():
+            self.counts.dropped_untrained += 1
+            return None
         self.counts.truncated_long += 1
-        return Encoded(sequence.ids[: self.limit], sequence.labels[: self.limit])
+        return cut

@@ -6,13 +6,11 @@ They are files, made on first use and kept with the data cache.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torchstone import atomic
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.errors import UsageError
 
@@ -43,11 +41,9 @@ def data_file(name: str, cache_dir: Path) -> Path:
         raise UsageError(f"no built-in data {name!r}", f"there are {', '.join(PREFIX + known for known in DATA)}")
     path = _home(cache_dir) / f"{kind}.jsonl"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in DATA[kind]())
-        os.replace(partial, path)
+        with atomic.locked(path.with_name(f"{path.name}.lock")):
+            if not path.is_file():
+                atomic.write_text(path, "".join(json.dumps(row) + "\n" for row in DATA[kind]()))
     return path
 
 
@@ -59,14 +55,10 @@ def tokenizer_folder(name: str, cache_dir: Path) -> Path:
         raise UsageError(f"no built-in tokenizer {name!r}", f"there is {PREFIX}tokenizer")
     folder = _home(cache_dir) / "tokenizer"
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=folder.parent))
-        make_tokenizer().save_pretrained(partial)
-        try:
-            partial.rename(folder)
-        except OSError:
-            # Another process was first; it made the same one.
-            shutil.rmtree(partial)
+        with atomic.locked(folder.with_name(f"{folder.name}.lock")):
+            if not folder.is_dir():
+                with atomic.new_folder(folder) as work:
+                    make_tokenizer().save_pretrained(work)
     return folder
 
 

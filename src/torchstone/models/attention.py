@@ -46,6 +46,11 @@ def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, 
     if backend == "eager":
         return _eager(q_BHTE, k_BKSE, v_BKSE, mask)
     grouped = q_BHTE.shape[1] != k_BKSE.shape[1]
+    if grouped and mask is not None and q_BHTE.is_cuda:
+        # With a mask, CUDA's fused fp32 kernels take no grouped heads, and the plain one keeps every score.
+        groups = q_BHTE.shape[1] // k_BKSE.shape[1]
+        k_BKSE, v_BKSE = k_BKSE.repeat_interleave(groups, dim=1), v_BKSE.repeat_interleave(groups, dim=1)
+        grouped = False
     return F.scaled_dot_product_attention(
         q_BHTE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
     )

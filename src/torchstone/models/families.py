@@ -86,6 +86,7 @@ def _read_rope(hf: dict[str, Any]) -> Rope:
         low_freq_factor=parameters["low_freq_factor"],
         high_freq_factor=parameters["high_freq_factor"],
         original_max_positions=parameters.get("original_max_position_embeddings")
+        or hf.get("original_max_position_embeddings")
         or hf.get("max_position_embeddings", 2048),
     )
 

@@ -6,12 +6,13 @@ A run that goes on from a checkpoint first cuts the lines after it, so that the 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+from torchstone.atomic import write_text
 
 
 class MetricsFile:
@@ -43,16 +44,12 @@ def _cut(path: Path, last_step: int) -> int:
     """Drops lines after `last_step` and a half-written last one; returns how many. The old file stays until the end."""
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if _step_of(line) <= last_step]
-    if len(kept) < len(lines):
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    return len(lines) - len(kept)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= last_step)
+    if kept != text:
+        write_text(path, kept)
+    return len(lines) - kept.count("\n")
 
 
 def _step_of(line: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchstone.data.sources import read_rows
 from torchstone.data.tokenize import Tokenizer
 from torchstone.models.decoder import Decoder
 from torchstone.models.generate import generate
+from torchstone.observe.console import Console
 from torchstone.training.step import mean_loss
 
 QUESTIONS_AT_A_TIME = 64
@@ -28,15 +28,16 @@ def evaluate_file(
     path: Path,
     device: torch.device,
     questions: int | None,
-    report: Callable[[str], None],
+    console: Console,
 ) -> dict[str, Any]:
     """`loss` per token, `tokens` it was taken over, and for conversations `exact_match` over `questions` rows."""
-    data = load_data(config, tokenizer, path, None, report)
+    data = load_data(config, tokenizer, path, None, console)
     everything = np.arange(len(data.train))
     size = data.batching.global_batch_size
     batches = (data.step_batch(data.train, everything[at : at + size], at) for at in range(0, len(everything), size))
     loss, tokens = mean_loss(decoder, batches, data.packed, device)
     found: dict[str, Any] = {"data": str(path), "loss": loss, "tokens": tokens, "samples": len(everything)}
+    found["dropped_rows"] = data.counts.dropped
     if data.shape == "messages" and questions != 0:
         found |= exact_match(decoder, tokenizer, path, questions)
     return found

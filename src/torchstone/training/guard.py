@@ -1,12 +1,15 @@
-"""Numbers that went wrong stop the run before they reach the weights."""
+"""What stops a run for good: numbers that went wrong, and memory that ran out."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
-from torchstone.errors import NumbersError
+from torchstone.errors import NumbersError, OutOfMemoryError
 
 
 def check_numbers(step: int, loss: float, grad_norm: float, module: nn.Module) -> None:
@@ -24,3 +27,20 @@ def check_numbers(step: int, loss: float, grad_norm: float, module: nn.Module) -
         f"step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}; stopped before they reached the weights",
         f"{found}; try a lower --optim.learning_rate, a longer --optim.warmup_steps, or --training.precision fp32",
     )
+
+
+@contextmanager
+def memory_guard(what: str, device: torch.device) -> Iterator[None]:
+    """Memory that runs out while `what` is done becomes an error for people; on a CPU torch has no type for it."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        lines = str(error).splitlines()
+        on_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
+            raise
+        raise OutOfMemoryError(
+            f"{what} does not fit on {device}: {lines[0] if lines else 'no memory'}",
+            "make training.batch_size (or max_tokens_per_gpu), data.context_length or the model smaller; "
+            "a smaller batch_size leaves the global batch as it is",
+        ) from None

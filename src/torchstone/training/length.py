@@ -13,30 +13,33 @@ import numpy as np
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.loader import RunData
 from torchstone.data.sampler import InfiniteSampler
+from torchstone.training.state import Progress
 
 
 @dataclass(frozen=True)
 class Length:
-    """Steps of the run and the sample at which it ends; None for a run without end."""
+    """The step at which the run ends, and the sample, where epochs or tokens say so; None where nothing does."""
 
     steps: int | None
     samples: int | None
 
 
-def run_length(training: TrainingConfig, data: RunData, shuffle: bool) -> Length:
+def run_length(training: TrainingConfig, data: RunData, shuffle: bool, progress: Progress) -> Length:
+    """Steps already made count as they were made, also where the batch size has changed since."""
     if training.mode == "infinite":
         return Length(None, None)
     size, per_step = len(data.train), data.batching.global_batch_size
     ends = []
-    if training.max_steps is not None:
-        ends.append(training.max_steps * per_step)
     if training.max_tokens is not None:
-        needed = _samples_for(training.max_tokens, data, training.seed, shuffle)
-        ends.append(-(-needed // per_step) * per_step)
-    if training.max_epochs is not None or not ends:
+        needed = max(0, _samples_for(training.max_tokens, data, training.seed, shuffle) - progress.samples)
+        ends.append(progress.samples + -(-needed // per_step) * per_step)
+    if training.max_epochs is not None or (training.max_steps is None and not ends):
         ends.append(max(1, round((training.max_epochs or 1) * size)))
-    samples = min(ends)
-    return Length(-(-samples // per_step), samples)
+    last_sample = min(ends, default=None)
+    limits = [] if training.max_steps is None else [training.max_steps]
+    if last_sample is not None:
+        limits.append(progress.step + -(-max(0, last_sample - progress.samples) // per_step))
+    return Length(min(limits), last_sample)
 
 
 def _samples_for(tokens: int, data: RunData, seed: int, shuffle: bool) -> int:

@@ -6,24 +6,27 @@ checkpoint. So a checkpoint is never ahead of the metrics, and a killed run leav
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from torchstone.checkpoint.load import CHECKPOINTS
+from torchstone.checkpoint.manifest import folder_name
 from torchstone.checkpoint.save import mark_best, remove_old, save_checkpoint
 from torchstone.config.schema import Config
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.tokenize import Tokenizer
-from torchstone.errors import OutOfMemoryError, StoppedBySignal
+from torchstone.errors import NumbersError, StoppedBySignal
 from torchstone.models.weights import Model
 from torchstone.observe.console import Console
 from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import learning_rate
+from torchstone.training.guard import memory_guard
 from torchstone.training.length import Length, crossed
 from torchstone.training.state import Progress
 from torchstone.training.step import mean_loss, train_step
@@ -44,6 +47,7 @@ class Run:
     progress: Progress
     console: Console
     saved_with: dict[str, Any]
+    checkpoint: Path | None = None
     request: StopRequest = field(default_factory=StopRequest)
 
     @property
@@ -56,6 +60,10 @@ class Run:
 
     def stop(self, reason: str) -> None:
         self.request.stop(reason)
+
+
+class Interrupted(Exception):
+    """A signal came during validation."""
 
 
 class Callback:
@@ -93,13 +101,8 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> Outcome:
     for callback in callbacks:
         callback.on_start(run)
     try:
-        with listen(run.request):
+        with listen(run.request), memory_guard(f"step {run.progress.step + 1} or later", run.device):
             outcome = _steps(run, callbacks, metrics)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"step {run.progress.step + 1} does not fit on {run.device}: {str(error).splitlines()[0]}",
-            "make training.batch_size (or max_tokens_per_gpu) or data.context_length smaller; the global batch stays",
-        ) from None
     finally:
         run.console.end()
         metrics.close()
@@ -109,30 +112,51 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> Outcome:
 
 
 def _steps(run: Run, callbacks: Sequence[Callback], metrics: MetricsFile) -> Outcome:
-    loss, val_loss, folder = None, None, None
+    done: dict[str, Any] = {}
+    if run.progress.owed is not None:
+        done, before = run.progress.owed["values"], Progress.from_dict(run.progress.owed["before"])
+        run.progress.owed = None
+        _after_step(run, callbacks, metrics, before, done)
     began = time.perf_counter()
     for batch in run.data.batches(run.config, run.progress.samples, run.length.samples):
-        before = Progress(**vars(run.progress))
-        values = _one_step(run, batch, began)
-        loss = values["loss"]
-        for callback in callbacks:
-            callback.on_step(run, values)
-        if _validation_due(run, before):
-            val_loss = values["val_loss"] = _validate(run, callbacks)
-        metrics.write(values)
-        run.console.step(values)
-        if _checkpoint_due(run, before, improved=run.progress.best_step == run.progress.step):
-            folder = _save(run, callbacks)
-        if run.request:
+        if run.request or run.progress.step == run.length.steps:
             break
+        before = replace(run.progress)
+        done = _one_step(run, batch, began)
+        for callback in callbacks:
+            callback.on_step(run, done)
+        _after_step(run, callbacks, metrics, before, done)
         began = time.perf_counter()
     if run.request.signal is not None:
-        folder = folder if folder and folder.name.endswith(f"{run.progress.step:08d}") else _save(run, callbacks)
-        raise StoppedBySignal(
-            f"stopped by {run.request.signal.name} after step {run.progress.step}, saved in {folder}",
-            "the same command goes on from there",
-        )
-    return Outcome(run.progress.step, folder, loss, val_loss, run.request.reason)
+        _stop_by_signal(run, callbacks)
+    return Outcome(run.progress.step, run.checkpoint, done.get("loss"), done.get("val_loss"), run.request.reason)
+
+
+def _after_step(
+    run: Run, callbacks: Sequence[Callback], metrics: MetricsFile, before: Progress, values: dict[str, Any]
+) -> None:
+    """Validation, the metrics line and the checkpoint of a step, where they are due."""
+    if _validation_due(run, before):
+        try:
+            values["val_loss"] = _validate(run, callbacks)
+        except Interrupted:
+            run.progress.owed = {"values": values, "before": before.to_dict()}
+            return
+    metrics.write(values)
+    run.console.step(values)
+    if _checkpoint_due(run, before, improved=run.progress.best_step == run.progress.step):
+        _save(run, callbacks)
+
+
+def _stop_by_signal(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
+    assert run.request.signal is not None
+    if run.checkpoint is None or run.checkpoint.name != folder_name(run.progress.step) or run.progress.owed:
+        _save(run, callbacks)
+    again = "the same command" if run.config.checkpoint.resume != "never" else "--checkpoint.resume auto"
+    raise StoppedBySignal(
+        f"stopped by {run.request.signal.name} after step {run.progress.step}, saved in {run.checkpoint}",
+        f"{again} goes on from there",
+    )
 
 
 def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
@@ -154,6 +178,8 @@ def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,
         "padding": batch.padding,
+        "dropped_rows": run.data.counts.dropped,
+        "truncated_rows": run.data.counts.truncated_long,
         "samples": batch.samples,
         "micro_batches": len(batch.micro_batches),
         "epoch": run.epoch,
@@ -180,7 +206,7 @@ def _due(run: Run, before: Progress, steps: int | None, samples: int | None, epo
 
 def _validation_due(run: Run, before: Progress) -> bool:
     when = run.config.training
-    if run.data.validation is None or run.request.signal is not None:
+    if run.data.validation is None:
         return False
     every = (when.validate_every_steps, when.validate_every_samples, when.validate_every_epochs)
     return _due(run, before, *every) or (when.validate_at_end and _is_last(run))
@@ -193,7 +219,18 @@ def _checkpoint_due(run: Run, before: Progress, improved: bool) -> bool:
 
 
 def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
-    loss, _ = mean_loss(run.model.decoder, run.data.validation_batches(), run.data.packed, run.device)
+    def batches() -> Iterator[StepBatch]:
+        for batch in run.data.validation_batches():
+            if run.request.signal is not None:
+                raise Interrupted
+            yield batch
+
+    loss, _ = mean_loss(run.model.decoder, batches(), run.data.packed, run.device)
+    if not math.isfinite(loss):
+        raise NumbersError(
+            f"validation after step {run.progress.step}: the loss is {loss}",
+            "the weights are no longer numbers to train with; go back to an earlier checkpoint and lower the rate",
+        )
     if run.progress.best_loss is None or loss < run.progress.best_loss:
         run.progress.best_loss, run.progress.best_step = loss, run.progress.step
     for callback in callbacks:
@@ -201,14 +238,21 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
     return loss
 
 
-def _save(run: Run, callbacks: Sequence[Callback]) -> Path:
+def _save(run: Run, callbacks: Sequence[Callback]) -> None:
     root, when = run.output_dir / CHECKPOINTS, run.config.checkpoint
     state = run.progress.to_dict() | run.saved_with
-    folder = save_checkpoint(root, run.progress.step, run.model, run.tokenizer, run.optimizer, state)
-    if when.save_best and run.progress.best_step == run.progress.step and run.progress.best_loss is not None:
-        mark_best(root, run.progress.step, run.progress.best_loss)
+    run.checkpoint = save_checkpoint(root, run.progress.step, run.model, run.tokenizer, run.optimizer, state)
+    mark_best_of(run)
     removed = remove_old(root, when.keep_last)
-    run.console.say(f"saved {folder}" + (f", removed steps {removed}" if removed else ""))
+    run.console.say(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
     for callback in callbacks:
-        callback.on_checkpoint(run, folder)
-    return folder
+        callback.on_checkpoint(run, run.checkpoint)
+
+
+def mark_best_of(run: Run) -> None:
+    """Marks the best checkpoint that is there. Also done when a run goes on: it may have been killed just before."""
+    root, progress = run.output_dir / CHECKPOINTS, run.progress
+    if not run.config.checkpoint.save_best or progress.best_step is None or progress.best_loss is None:
+        return
+    if (root / folder_name(progress.best_step)).is_dir():
+        mark_best(root, progress.best_step, progress.best_loss)

@@ -10,7 +10,11 @@ from torchstone.errors import CheckpointError
 
 @dataclass
 class Progress:
-    """How far a run is. `samples` is also the whole state of the sampler."""
+    """How far a run is. `samples` is also the whole state of the sampler.
+
+    `owed` is a step that was made and saved but whose validation a signal cut off; it is caught up on when the run goes
+    on, so that the best loss and the metrics are those of a run that was never stopped.
+    """
 
     step: int = 0
     samples: int = 0
@@ -18,6 +22,7 @@ class Progress:
     loss_tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
+    owed: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

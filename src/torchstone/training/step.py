@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchstone.data.collate import MicroBatch
 from torchstone.data.loader import StepBatch
 from torchstone.errors import DataError
 from torchstone.loss.cross_entropy import token_loss_sum
@@ -57,12 +58,15 @@ def backward(module: nn.Module, batch: StepBatch, step: int, packed: bool, devic
         )
     total = torch.zeros((), dtype=torch.float64, device=device)
     for micro_batch in batch.micro_batches:
-        ids, labels, positions, doc_ids = micro_batch.to(device)
-        logits = module(ids, positions, doc_ids if packed else None)
-        loss_sum = token_loss_sum(logits, labels)
+        loss_sum = micro_loss(module, micro_batch.to(device), packed)
         (loss_sum / batch.loss_tokens).backward()
         total += loss_sum.detach()
     return (total / batch.loss_tokens).item()
+
+
+def micro_loss(module: nn.Module, batch: MicroBatch, packed: bool) -> Tensor:
+    """The sum of one micro-batch's token losses. The logits end here: the largest tensor of a step is not kept."""
+    return token_loss_sum(module(batch.ids, batch.positions, batch.doc_ids if packed else None), batch.labels)
 
 
 @torch.no_grad()
@@ -74,8 +78,7 @@ def mean_loss(module: nn.Module, batches: Iterable[StepBatch], packed: bool, dev
     tokens = 0
     for batch in batches:
         for micro_batch in batch.micro_batches:
-            ids, labels, positions, doc_ids = micro_batch.to(device)
-            total += token_loss_sum(module(ids, positions, doc_ids if packed else None), labels)
+            total += micro_loss(module, micro_batch.to(device), packed)
         tokens += batch.loss_tokens
     module.train(was_training)
     if tokens == 0:

@@ -1,0 +1,76 @@
+"""The folder of a run: held by one process, with the config that runs in it, and what may not change in between."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchstone.checkpoint.manifest import read_json, write_json
+from torchstone.config.load import to_dict
+from torchstone.config.schema import Config
+from torchstone.data.loader import RunData
+from torchstone.errors import CheckpointError, UsageError
+from torchstone.observe.console import Console
+
+
+@contextmanager
+def held(config: Config) -> Iterator[None]:
+    """The output folder, held by this process alone."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another process is training into {folder}", "choose another --output-dir") from None
+        yield
+
+
+def record_config(config: Config, going_on: bool, console: Console) -> None:
+    """Keeps the config beside the run, and says what is no longer as it was when the run began."""
+    path = Path(config.output_dir) / "config.json"
+    if going_on and path.is_file():
+        for line in differences(read_json(path), to_dict(config)):
+            console.warn(f"the run in {config.output_dir} was started with {line}")
+    write_json(path, to_dict(config))
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    lines = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key} {old}, and goes on with {new}")
+    return lines
+
+
+def identity(config: Config, data: RunData) -> dict[str, Any]:
+    """What a checkpoint can only go on with: the model it began as, and which sample comes when."""
+    return {
+        "data": data.fingerprint,
+        "samples": len(data.train),
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        "model.init_std": config.model.init_std,
+        "training.precision": config.training.precision,
+        "training.seed": config.training.seed,
+        "data.shuffle": config.data.shuffle,
+        "data.packing": config.data.packing,
+        "data.context_length": config.data.context_length,
+        "data.validation_split": config.data.validation_split,
+    }
+
+
+def check_identity(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
+    changed = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint} is of a run with another model, data or order of samples: {'; '.join(changed)}",
+            f"to go on from its weights with other settings, start a new run: --model.path {checkpoint} "
+            "--output-dir NEW",
+        )
