@@ -37,12 +37,13 @@ def run(folder: Path, quick: bool) -> int:
     began = time.monotonic()
     pretrained, chat, exported = folder / "pretrain", folder / "chat", folder / "hf"
     shorter = QUICK if quick else {}
+    questions = 40 if quick else None
 
     title(f"1. Pretrain on the built-in corpus\n$ torchstone train --preset demo --output-dir {pretrained}")
     api.train(preset="demo", overrides={"output_dir": str(pretrained)} | shorter)
 
     title(f"2. Before fine-tuning\n$ torchstone evaluate {pretrained} --data demo:heldout")
-    before = api.evaluate(str(pretrained), "demo:heldout")
+    before = api.evaluate(str(pretrained), "demo:heldout", questions)
     say(f"exact match before: {before['exact_match']:.1%} of {before['questions']} questions about words never seen")
 
     title(
@@ -52,7 +53,7 @@ def run(folder: Path, quick: bool) -> int:
     api.train(preset="demo-chat", overrides={"model.path": str(pretrained), "output_dir": str(chat)} | shorter)
 
     title(f"4. After fine-tuning\n$ torchstone evaluate {chat} --data demo:heldout")
-    after = api.evaluate(str(chat), "demo:heldout")
+    after = api.evaluate(str(chat), "demo:heldout", questions)
     for example in after["examples"]:
         say(f"  {example['question']:<40} {example['answer']}")
 
