@@ -13,10 +13,12 @@ import torch
 
 import processes
 from tiny import write_rows
+from torchstone.config import load_config
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.cache import TokenCache, open_cache
 from torchstone.data.collate import collate
 from torchstone.data.formats import IGNORED
+from torchstone.data.loader import load_data
 from torchstone.data.packing import Batching, batching, first_fit
 from torchstone.data.sampler import InfiniteSampler
 from torchstone.data.samples import StreamRows, split
@@ -271,6 +273,32 @@ class TestRows:
         assert split(100, 0.1, seed=4)[1].tolist() != held_out.tolist()
         with pytest.raises(DataError, match="leaves none to train on"):
             split(1, 0.5, seed=0)
+
+
+class TestCounts:
+    @pytest.mark.parametrize("packing", [True, False])
+    @pytest.mark.parametrize("kind", ["text", "chat", "tokens"])
+    def test_loss_tokens_known_ahead_are_the_labels_of_the_tensors(
+        self, tokenizer: Tokenizer, text_file: Path, chat_file: Path, tmp_path: Path, kind: str, packing: bool
+    ) -> None:
+        rng = np.random.default_rng(0)
+        rows = [{"input_ids": ids, "labels": [i if rng.random() < 0.5 else -100 for i in ids]} for ids in
+                (rng.integers(0, 400, int(rng.integers(1, 30))).tolist() for _ in range(20))]  # fmt: skip
+        tokens_file = write_rows(tmp_path / "tokens.jsonl", rows)
+        path = {"text": text_file, "chat": chat_file, "tokens": tokens_file}[kind]
+        config = load_config(
+            overrides={
+                "model.depth": 1, "model.tokenizer": "-", "data.path": str(path), "data.packing": packing,
+                "data.context_length": 48, "data.cache_dir": str(tmp_path), "training.global_batch_size": 5,
+            }
+        )  # fmt: skip
+        data = load_data(config, tokenizer, path, None, Console("quiet"))
+        batches = list(data.batches(config, 0, len(data.train)))
+        assert sum(batch.samples for batch in batches) == len(data.train)
+        for batch in batches:
+            assert batch.loss_tokens == sum(int((m.labels != IGNORED).sum()) for m in batch.micro_batches)
+            assert batch.tokens == sum(int((m.doc_ids >= 0).sum()) for m in batch.micro_batches)
+            assert batch.padding == sum(m.ids.numel() for m in batch.micro_batches) - batch.tokens
 
 
 class TestSampler:

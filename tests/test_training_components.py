@@ -230,6 +230,7 @@ class TestSchedule:
 class FixedSamples:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = np.array(lengths)
+        self.loss_tokens = self.lengths - 1
 
     def __len__(self) -> int:
         return len(self.lengths)

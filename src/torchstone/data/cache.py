@@ -41,6 +41,7 @@ class TokenCache:
         self.counts = Counts(**meta["counts"])
         self.offsets: np.ndarray = np.load(folder / "offsets.npy")
         self.lengths: np.ndarray = np.diff(self.offsets)
+        self.loss_tokens: np.ndarray = np.load(folder / "loss_tokens.npy")
         self.ids = _mapped(folder / "ids.bin", np.dtype(meta["id_type"]))
         self.labels = _mapped(folder / "labels.bin", np.dtype(np.int32)) if self.shape != "text" else self.ids
 
@@ -108,10 +109,12 @@ def _build(folder: Path, key: str, path: Path, encoder: Encoder) -> None:
 def _write(work: Path, key: str, path: Path, encoder: Encoder) -> None:
     id_type = np.dtype(np.uint16 if encoder.tokenizer.size <= 2**16 else np.uint32)
     lengths: list[int] = []
+    loss_tokens: list[int] = []
     with (work / "ids.bin").open("wb") as ids, (work / "labels.bin").open("wb") as labels:
         for rows in _in_batches(read_rows(path)):
             for sequence in encoder.encode(rows):
                 lengths.append(len(sequence.ids))
+                loss_tokens.append(sequence.loss_tokens)
                 ids.write(sequence.ids.astype(id_type).tobytes())
                 if encoder.shape != "text":
                     labels.write(sequence.labels.astype(np.int32).tobytes())
@@ -121,6 +124,7 @@ def _write(work: Path, key: str, path: Path, encoder: Encoder) -> None:
             f"{encoder.counts.dropped_long} were longer than {encoder.limit} tokens; check the labels of the others",
         )
     np.save(work / "offsets.npy", np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
+    np.save(work / "loss_tokens.npy", np.array(loss_tokens, dtype=np.int64))
     meta = {
         "key": key,
         "shape": encoder.shape,

@@ -17,7 +17,7 @@ import numpy as np
 from torchstone.config.schema import Config
 from torchstone.data.cache import TokenCache, open_cache
 from torchstone.data.collate import PADDING, MicroBatch, collate
-from torchstone.data.formats import IGNORED, Shape
+from torchstone.data.formats import Shape
 from torchstone.data.packing import Batching, Plan, batching
 from torchstone.data.sampler import InfiniteSampler
 from torchstone.data.samples import Samples, StreamRows, WholeSequences, split
@@ -83,7 +83,7 @@ class RunData:
             micro_batches,
             samples=len(members),
             tokens=tokens,
-            loss_tokens=sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches),
+            loss_tokens=int(samples.loss_tokens[members].sum()),
             padding=sum(int((batch.doc_ids == PADDING).sum()) for batch in micro_batches),
             first_sample=first,
         )

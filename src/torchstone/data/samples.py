@@ -18,7 +18,10 @@ from torchstone.errors import DataError
 
 
 class Samples(Protocol):
+    """`lengths` and `loss_tokens` of every sample are known without reading it: a step is planned from them alone."""
+
     lengths: np.ndarray
+    loss_tokens: np.ndarray
 
     def __len__(self) -> int: ...
 
@@ -31,6 +34,7 @@ class WholeSequences:
     def __init__(self, cache: TokenCache, members: np.ndarray) -> None:
         self.cache, self.members = cache, members
         self.lengths = cache.lengths[members]
+        self.loss_tokens = cache.loss_tokens[members]
 
     def __len__(self) -> int:
         return len(self.members)
@@ -46,7 +50,12 @@ class StreamRows:
         self.cache, self.members, self.row_length = cache, members, row_length
         self.ends = np.cumsum(cache.lengths[members])
         total = int(self.ends[-1]) if len(self.ends) else 0
-        self.lengths: np.ndarray = np.diff(np.append(np.arange(0, total, row_length), total))
+        starts = np.arange(0, total, row_length)
+        self.lengths: np.ndarray = np.diff(np.append(starts, total))
+        # Every piece of a document in a row begins with a token that nothing predicts.
+        self._first = np.searchsorted(self.ends, starts, side="right")
+        self._last = np.searchsorted(self.ends, starts + self.lengths - 1, side="right")
+        self.loss_tokens: np.ndarray = self.lengths - (self._last - self._first + 1)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -54,10 +63,8 @@ class StreamRows:
     def get(self, index: int) -> list[Encoded]:
         start = index * self.row_length
         stop = start + int(self.lengths[index])
-        first = int(np.searchsorted(self.ends, start, side="right"))
-        last = int(np.searchsorted(self.ends, stop - 1, side="right"))
         pieces = []
-        for document in range(first, last + 1):
+        for document in range(self._first[index], self._last[index] + 1):
             end = int(self.ends[document])
             begin = end - int(self.cache.lengths[self.members[document]])
             low, high = max(start, begin) - begin, min(stop, end) - begin

@@ -27,6 +27,11 @@ class Encoded:
     ids: np.ndarray
     labels: np.ndarray
 
+    @property
+    def loss_tokens(self) -> int:
+        """Labels that are really predicted: the first one has nothing before it."""
+        return int((self.labels[1:] != IGNORED).sum())
+
 
 class Tokenizer:
     """A Transformers tokenizer with the few things training needs of it."""
@@ -154,7 +159,7 @@ class Encoder:
             if fitted is not None:
                 self.counts.sequences += 1
                 self.counts.tokens += len(fitted.ids)
-                self.counts.trained_tokens += int((fitted.labels[1:] != IGNORED).sum())
+                self.counts.trained_tokens += fitted.loss_tokens
                 kept.append(fitted)
         return kept
 
@@ -207,7 +212,7 @@ class Encoder:
             self.counts.dropped_long += 1
             return None
         cut = Encoded(sequence.ids[: self.limit], sequence.labels[: self.limit])
-        if not (cut.labels[1:] != IGNORED).any():
+        if cut.loss_tokens == 0:
             self.counts.dropped_untrained += 1
             return None
         self.counts.truncated_long += 1
