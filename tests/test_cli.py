@@ -93,7 +93,13 @@ class TestWrongUsage:
             (["train"], "--model.path FOLDER starts from a Hugging Face model"),
             (["tarin"], 'Did you mean "train"?'),
             (["train", "--max-step", "3"], "Did you mean --max-steps?"),
-            (["evaluate", "x", "--data", "y", "--optim.eps", "1"], "evaluate takes no config keys"),
+            (["evaluate", "x", "--data", "y", "--optim.eps", "1"], "Unknown option: --optim.eps"),
+            (["evaluate", "x", "--data", "y", "--questions", "-1"], "Must be >= 0"),
+            (["train", "--preset", "debug", "--learning-rate", "1"], "did you mean --optim.learning_rate?"),
+            (["train", "--preset", "debug", "--data.path"], "--data.path needs a value"),
+            (["train", "--preset", "debug", "--output-dir", ""], "output_dir is empty"),
+            (["train", "--preset", "debug", "--max-steps", "3", "--training.max_steps", "4"], "are one setting"),
+            (["train", "--preset", "debug", "--training.seed", "99999999999999999999"], "less than 9.22"),
             (["evaluate", "nowhere", "--data", "demo:heldout"], "nowhere does not exist"),
             (["export", "nowhere", "there"], "nowhere does not exist"),
             (["export", "nowhere", "there", "--dtype", "int8"], 'Choose from: "float32"'),
@@ -154,7 +160,8 @@ class TestWrongUsage:
 class TestCommands:
     def test_print_config_shows_what_would_run_and_runs_nothing(self, torchstone: Callable, settings: Settings) -> None:
         overrides = settings()
-        code, out, _ = torchstone("train", *flags(overrides), "--max-steps", 3, "--print-config")
+        del overrides["training.max_steps"]
+        code, out, _ = torchstone("train", *flags(overrides), "--max-steps", "3e0", "--print-config")
         shown = json.loads(out)
         assert code == 0
         assert shown["training"]["max_steps"] == 3
@@ -195,6 +202,7 @@ class TestCommands:
         code, out, _ = torchstone("chat", tmp_path / "hf", "--prompt", "Reverse KATO.", "--max-new-tokens", 4)
         assert code == 0
         assert out.endswith("\n")
+        assert torchstone("chat", tmp_path / "hf", "--prompt", "--what.is this", "--max-new-tokens", 2)[0] == 0
 
     def test_chat_reads_lines_until_an_empty_one(
         self, torchstone: Callable, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,9 +210,10 @@ class TestCommands:
         import io
 
         monkeypatch.setattr(sys, "stdin", io.StringIO("Reverse KATO.\n/new\nHow long is KATO?\n\nnever read\n"))
-        code, _, err = torchstone("chat", llama_dir, "--max-new-tokens", 3)
+        code, out, err = torchstone("chat", llama_dir, "--max-new-tokens", 3)
         assert code == 0
-        assert err.count("> ") == 4
+        assert out.count("\n") == 2
+        assert "> " not in err
 
     def test_prepare_builds_the_cache_that_train_uses(
         self, torchstone: Callable, settings: Settings, tmp_path: Path

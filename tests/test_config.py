@@ -238,7 +238,7 @@ class TestWrongValues:
             ("optim.learning_rate", "nan", "must be a number"),
             ("optim.learning_rate", [1], "must be a number"),
             ("optim.betas", "0.9", "takes 2 values, not 1"),
-            ("optim.betas", "0.9,1.0", "at most 1"),
+            ("optim.betas", "0.9,1.0", "must be at least 0 and less than 1, not 1.0"),
             ("optim.schedule", "cosin", "did you mean 'cosine'?"),
             ("optim.no_decay", "norm,biases", "the kinds are norm, bias, embed, head, matrix"),
             ("data.shuffle", "maybe", "must be true or false"),
@@ -268,6 +268,24 @@ class TestWrongValues:
 
     def test_infinite_needs_a_schedule_without_end(self) -> None:
         assert "use --optim.schedule constant" in message(training__mode="infinite")
+
+    def test_nothing_is_a_list_too(self) -> None:
+        assert load_config(overrides=MINIMAL | {"optim.no_decay": "none"}).optim.no_decay == ()
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("a.json", '{"training": {"max_steps": ' + "9" * 5000 + "}}"),
+            ("a.json", '{"training": {"max_steps": ' + "9" * 401 + "}}"),
+            ("a.json", "[" * 100_000),
+            ("a.yaml", "a: &a\n  b: *a\n"),
+        ],
+        ids=["5000 digits", "401 digits", "deep", "recursive"],
+    )
+    def test_absurd_files_are_answered_too(self, tmp_path: Path, name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UsageError):
+            load_config(tmp_path / name, "debug")
 
     def test_large_whole_numbers_keep_every_digit(self) -> None:
         config = load_config(overrides=MINIMAL | {"training.max_tokens": "9007199254740993"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -78,6 +79,10 @@ class TestSources:
             ([{"txt": "a"}], "no known row shape"),
             ([{"text": ""}], "text is empty"),
             ([{"text": 3}], "text is not a string"),
+            ([{"text": None}], "text is not a string"),
+            ([{"text": "a \ud800 b"}], "half of a surrogate pair at character 2"),
+            ([{"messages": [{"role": "assistant", "content": "\ud800"}]}], "half of a surrogate pair"),
+            ([{"input_ids": [1, 2], "len": "2"}], "len says '2'"),
             ([{"messages": []}], "messages is empty"),
             ([{"messages": [{"content": "a"}]}], "message 0 has no role"),
             ([{"messages": [{"role": "user", "content": "a"}]}], "no assistant message"),
@@ -201,11 +206,18 @@ class TestCache:
             opened(path, tokenizer, tmp_path)
         assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
 
-    def test_a_cache_cut_short_is_built_again(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+    def test_a_damaged_cache_is_built_again(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
         first = opened(text_file, tokenizer, tmp_path)
         whole = first.ids.tolist()
-        (first.folder / "ids.bin").write_bytes((first.folder / "ids.bin").read_bytes()[:-10])
-        assert opened(text_file, tokenizer, tmp_path).ids.tolist() == whole
+        for name, damage in (
+            ("ids.bin", lambda content: content[:-10]),
+            ("ids.bin", lambda content: b"\x01" + content[1:]),
+            ("offsets.npy", lambda content: b""),
+            ("meta.json", lambda content: b"{"),
+        ):
+            path = first.folder / name
+            path.write_bytes(damage(path.read_bytes()))
+            assert opened(text_file, tokenizer, tmp_path).ids.tolist() == whole
 
     def test_whatever_decides_the_tokens_decides_the_key(
         self, tokenizer: Tokenizer, chat_file: Path, tmp_path: Path
@@ -275,6 +287,25 @@ class TestRows:
             split(1, 0.5, seed=0)
 
 
+class TestTokenizer:
+    def test_conversations_need_no_end_of_text(self, tokenizer_dir: Path, chat_file: Path, tmp_path: Path) -> None:
+        hf = load_tokenizer(tokenizer_dir).hf
+        hf.eos_token = hf.pad_token = None
+        without = Tokenizer(hf, "without eos")
+        assert without.pad_id == 0
+        assert hf.convert_ids_to_tokens(without.stop_ids) == ["<|end|>"]
+        assert len(opened(chat_file, without, tmp_path)) == 30
+        with pytest.raises(UsageError, match="no end-of-text token"):
+            opened(write_rows(tmp_path / "t.jsonl", [{"text": "a"}]), without, tmp_path)
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+    def test_a_damaged_tokenizer_is_wrong_usage(self, tokenizer_dir: Path, tmp_path: Path, name: str) -> None:
+        shutil.copytree(tokenizer_dir, tmp_path / "damaged")
+        (tmp_path / "damaged" / name).write_text("[]")
+        with pytest.raises(UsageError, match="no tokenizer that Transformers can read"):
+            load_tokenizer(tmp_path / "damaged")
+
+
 class TestCounts:
     @pytest.mark.parametrize("packing", [True, False])
     @pytest.mark.parametrize("kind", ["text", "chat", "tokens"])
@@ -339,6 +370,7 @@ class TestBatching:
             ({"global_batch_size": 10, "batch_size": 4, "grad_accum_steps": 3}, "text", "make it global_batch_size 12"),
             ({"batch_size": 4, "max_tokens_per_gpu": 512}, "text", "both bound a micro-batch"),
             ({"max_tokens_per_gpu": 100}, "text", "less than one row"),
+            ({"global_batch_size": 10, "grad_accum_steps": 8}, "text", "cannot be cut into 8 micro-steps"),
             ({"max_tokens_per_gpu": 100}, "messages", "the longest row must fit"),
             ({"batch_size": 4}, "messages", "has no meaning where conversations are packed"),
         ],

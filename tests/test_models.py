@@ -104,12 +104,22 @@ class TestWeights:
             ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
             ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE scaling 'yarn'"),
             ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+            ({"vocab_size": "448"}, "config.json: does not describe a model: vocab_size is '448'"),
+            ({"num_attention_heads": 0, "head_dim": None}, "config.json: does not describe a model"),
+            ({"num_key_value_heads": 3}, "do not divide"),
+            ({"head_dim": 15}, "do not divide"),
+            ({"rope_parameters": "llama3"}, "config.json: does not describe a model"),
         ],
     )
     def test_what_the_decoder_does_not_compute_is_refused(self, folder: Path, change: dict, expected: str) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
         with pytest.raises(UsageError, match=expected):
+            load_model(folder, "sdpa", CPU)
+
+    def test_a_config_that_is_no_object_is_refused(self, folder: Path) -> None:
+        (folder / "config.json").write_text("[]")
+        with pytest.raises(UsageError, match="not an object"):
             load_model(folder, "sdpa", CPU)
 
     def test_old_files_with_rope_scaling_are_understood(self, folder: Path) -> None:

@@ -278,7 +278,7 @@ class TestRunLength:
 class TestMetrics:
     def test_lines_after_the_resumed_step_are_cut_and_half_lines_too(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
-        path.write_text("".join(json.dumps({"step": n}) + "\n" for n in (1, 2, 3, 4)) + '{"step": 5, "lo')
+        path.write_text("".join(json.dumps({"step": n}) + "\n" for n in (1, 2, 3, "x")) + '{"step": 5, "lo')
         metrics = MetricsFile(path, resumed_step=2)
         metrics.write({"step": 3, "loss": 0.1 + 0.2})
         metrics.close()
@@ -388,7 +388,10 @@ class TestCheckpointing:
         with pytest.raises(CheckpointError, match=f"{name}: damaged"):
             manifest.verify(folder)
 
-    @pytest.mark.parametrize("content", ['{"format": 1, "fi|es": {}}', '{"format": 1, "files": 3}', "[]", "", "{"])
+    @pytest.mark.parametrize(
+        "content",
+        ['{"format": 1, "fi|es": {}}', '{"format": 1, "files": 3}', '{"format": 1, "files": {}}', "[]", "", "{"],
+    )
     def test_a_damaged_manifest_is_noticed(self, tmp_path: Path, content: str) -> None:
         with manifest.committed(tmp_path / "step-00000001") as folder:
             (folder / "file").write_text("x")

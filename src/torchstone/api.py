@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder
 from torchstone.config.load import from_dict, load_config, to_dict
@@ -24,7 +22,7 @@ from torchstone.training import run_folder
 from torchstone.training.assemble import assemble, open_data, pick_device, tokenizer_path
 from torchstone.training.evaluate import answer, evaluate_file
 from torchstone.training.guard import memory_guard
-from torchstone.training.loop import Callback, Outcome, train_loop
+from torchstone.training.loop import Callback, Outcome, Run, train_loop
 
 
 def train(
@@ -44,7 +42,7 @@ def train(
         if complete and run.progress.owed is None:
             console.say(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.length.steps}")
             return Outcome(run.progress.step, run.checkpoint, None, None, None)
-        console.say(_plan_line(run.length.steps, run.data.batching, len(run.data.train), run.device))
+        console.say(_plan_line(run))
         return train_loop(run, callbacks)
 
 
@@ -134,10 +132,15 @@ def _settings(config: Config | str | Path | None, overrides: Mapping[str, Any] |
     return load_config(config, preset, overrides or {})
 
 
-def _plan_line(steps: int | None, batching: Any, samples: int, device: torch.device) -> str:
+def _plan_line(run: Run) -> str:
+    batching, steps = run.data.batching, run.length.steps
     micro = f"{batching.rows} rows" if batching.tokens is None else f"up to {batching.tokens} tokens"
-    epochs = "" if steps is None else f" ({steps * batching.global_batch_size / samples:.2f} epochs)"
+    epochs = ""
+    if steps is not None:
+        end = run.progress.samples + (steps - run.progress.step) * batching.global_batch_size
+        end = end if run.length.samples is None else min(end, run.length.samples)
+        epochs = f" ({end / len(run.data.train):.2f} epochs)"
     return (
         f"{'endless' if steps is None else steps} steps{epochs} of {batching.global_batch_size} samples, "
-        f"micro-batches of {micro}, on {device}"
+        f"micro-batches of {micro}, on {run.device}"
     )

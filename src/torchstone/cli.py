@@ -7,15 +7,16 @@ rest is parsed, because their names and types live in the schema, not here.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, validators
 
 from torchstone import __version__
 from torchstone.config.help import config_table
-from torchstone.config.load import load_config, split_flags, to_dict
+from torchstone.config.load import key_named, load_config, split_flags, to_dict
 from torchstone.config.schema import Config, Device, Dtype
 from torchstone.errors import TorchstoneError, UsageError
 
@@ -29,19 +30,25 @@ app = App(
 flags: list[tuple[str, str]] = []
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
+AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 KEYS = "Every config key is a flag too: --section.key VALUE. `torchstone train --help-keys` lists them all."
 
 
 def main() -> None:
     """Runs a command and ends with its exit code; an error for people is a message, not a traceback."""
-    rest, pairs = split_flags(sys.argv[1:])
-    flags[:] = pairs
+    rest, flags[:] = sys.argv[1:], []
     try:
+        if rest[:1] in (["train"], ["prepare"]):
+            rest, flags[:] = split_flags(rest)
         app(rest, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        _fail(UsageError(str(error).strip(), f"see: torchstone {rest[0] if rest else ''} --help"))
+        _fail(UsageError(str(error).strip(), _hint(rest)))
     except TorchstoneError as error:
         _fail(error)
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing more can be said to them.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as error:
         # A folder that is a file, a disk that is full or read-only: the user's to mend, not ours.
         if error.filename is None:
@@ -59,7 +66,7 @@ def train(
     preset: str | None = None,
     debug: bool = False,
     output_dir: str | None = None,
-    max_steps: int | None = None,
+    max_steps: str | None = None,
     print_config: bool = False,
     help_keys: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -112,8 +119,8 @@ def evaluate(
     /,
     *,
     data: str,
-    questions: int | None = None,
-    context_length: int = 1024,
+    questions: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
+    context_length: AtLeastOne = 1024,
     device: Device = "auto",
     cache_dir: str = "cache/datasets",
     as_json: JsonFlag = False,
@@ -129,7 +136,6 @@ def evaluate(
         cache_dir: Where tokenized data is kept.
         as_json: Print JSON, unrounded, and nothing else.
     """
-    _no_flags("evaluate")
     from torchstone import api
 
     found = api.evaluate(source, data, questions, context_length, device, cache_dir, quiet=as_json)
@@ -154,14 +160,20 @@ def export(
         verify: Load the folder in Transformers and compare weights and logits.
         as_json: Print what was written and measured as JSON.
     """
-    _no_flags("export")
     from torchstone import api
 
     _show(api.export(source, target, dtype, verify), as_json)
 
 
 @app.command
-def chat(source: str, /, *, prompt: str | None = None, max_new_tokens: int = 256, device: Device = "auto") -> None:
+def chat(
+    source: str,
+    /,
+    *,
+    prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    max_new_tokens: AtLeastOne = 256,
+    device: Device = "auto",
+) -> None:
     """Talk to a model that was trained on conversations; an empty line or Ctrl-D ends, /new forgets what was said.
 
     Args:
@@ -170,7 +182,6 @@ def chat(source: str, /, *, prompt: str | None = None, max_new_tokens: int = 256
         max_new_tokens: Longest answer in tokens.
         device: auto, cpu or cuda.
     """
-    _no_flags("chat")
     from torchstone import api
 
     partner = api.Chat(source, max_new_tokens, device)
@@ -178,9 +189,13 @@ def chat(source: str, /, *, prompt: str | None = None, max_new_tokens: int = 256
         sys.stdout.write(partner.ask(prompt) + "\n")
         return
     while True:
-        sys.stderr.write("> ")
-        sys.stderr.flush()
-        line = sys.stdin.readline().strip()
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        try:
+            line = sys.stdin.readline().strip()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the question is not UTF-8: {error}") from None
         if not line:
             return
         if line == "/new":
@@ -190,18 +205,20 @@ def chat(source: str, /, *, prompt: str | None = None, max_new_tokens: int = 256
             sys.stdout.flush()
 
 
-def _settings(config: Path | None, preset: str | None, output_dir: str | None, max_steps: int | None) -> Config:
+def _settings(config: Path | None, preset: str | None, output_dir: str | None, max_steps: str | None) -> Config:
     pairs: list[tuple[str, Any]] = list(flags)
     pairs += [("output_dir", output_dir)] if output_dir is not None else []
-    pairs += [("training.max_steps", max_steps)] if max_steps is not None else []
+    pairs += [("max_steps", max_steps)] if max_steps is not None else []
     return load_config(config, preset, pairs)
 
 
-def _no_flags(command: str) -> None:
-    if flags:
-        raise UsageError(
-            f"{command} takes no config keys, but --{flags[0][0]} is given", f"see: torchstone {command} --help"
-        )
+def _hint(words: list[str]) -> str:
+    """Where to look; for `--learning-rate` and the like, the key that was meant."""
+    for word in words:
+        key = key_named(word.removeprefix("--").partition("=")[0]) if word.startswith("--") else None
+        if key is not None and words[0] in ("train", "prepare"):
+            return f"did you mean --{key}?"
+    return f"see: torchstone {words[0] if words else ''} --help"
 
 
 def _show(found: dict[str, Any], as_json: bool) -> None:

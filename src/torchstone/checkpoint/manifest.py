@@ -60,6 +60,8 @@ def verify(folder: Path) -> None:
         entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{folder / MANIFEST}: damaged: it does not list the files") from None
+    if not entries:
+        raise CheckpointError(f"{folder / MANIFEST}: damaged: it does not list the files")
     for name, (size, digest) in entries.items():
         path = folder / name
         if not path.is_file():

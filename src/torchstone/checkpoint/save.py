@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchstone.checkpoint import manifest
 from torchstone.data.tokenize import Tokenizer
+from torchstone.errors import CheckpointError
 from torchstone.models.weights import Model, save_weights, write_config
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -44,7 +45,8 @@ def write_model_folder(model: Model, tokenizer: Tokenizer, folder: Path) -> None
     if GENERATION_FILE not in model.companions:
         # Without it Transformers' generate would not stop where a turn ends.
         stops = tokenizer.stop_ids
-        settings = {"eos_token_id": stops[0] if len(stops) == 1 else stops, "pad_token_id": tokenizer.pad_id}
+        settings: dict[str, Any] = {"pad_token_id": tokenizer.pad_id}
+        settings |= {"eos_token_id": stops[0] if len(stops) == 1 else stops} if stops else {}
         manifest.write_json(folder / GENERATION_FILE, settings)
 
 
@@ -69,7 +71,13 @@ def mark_best(root: Path, step: int, loss: float) -> None:
 
 
 def best_step(root: Path) -> int | None:
-    return manifest.read_json(root / BEST_FILE)["step"] if (root / BEST_FILE).is_file() else None
+    """The step that is marked as the best."""
+    if not (root / BEST_FILE).is_file():
+        return None
+    step = manifest.read_json(root / BEST_FILE).get("step")
+    if not isinstance(step, int):
+        raise CheckpointError(f"{root / BEST_FILE}: damaged: it names no step", "remove the file to use the newest")
+    return step
 
 
 def remove_old(root: Path, keep_last: int | None) -> list[int]:

@@ -38,7 +38,10 @@ def read_tree(path: Path) -> Tree:
         raise UsageError(f"{path}: no such config file", _similar_files(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
-    tree = reader(text, path)
+    try:
+        tree = reader(text, path)
+    except RecursionError:
+        raise UsageError(f"{path}: nested too deeply to be a config") from None
     if not isinstance(tree.values, dict):
         raise UsageError(f"{path}: the top of a config file is a mapping of sections, not {type(tree.values).__name__}")
     return tree
@@ -62,6 +65,8 @@ def _read_json(text: str, path: Path) -> Tree:
         values = json.loads(clean, object_pairs_hook=lambda pairs: _unique(pairs, path))
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg}", _line_of(text, error.lineno)) from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None
     return Tree(values, _json_lines(clean))
 
 

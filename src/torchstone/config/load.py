@@ -31,7 +31,10 @@ ALIASES = {
     "training.context_length": "data.context_length",
     "training.use_amp": "training.precision",
     "optim.lr": "optim.learning_rate",
+    "max_steps": "training.max_steps",
 }
+# How a flag says that a setting has no value.
+NOTHING = ("none", "null")
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def fields() -> dict[str, Any]:
 def split_flags(tokens: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Takes `--section.key VALUE` and `--section.key=VALUE` out of a command line; the rest stays in order.
 
-    A key without a value is a switch: `--data.shuffle` is true.
+    A key that is true or false is a switch without a value: `--data.shuffle` is true.
     """
     rest: list[str] = []
     pairs: list[tuple[str, str]] = []
@@ -109,9 +112,13 @@ def split_flags(tokens: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
         if not (name.startswith("--") and "." in name):
             rest.append(token)
             continue
-        if not equals:
-            follows = bool(remaining) and not remaining[0].startswith("--")
-            value = remaining.pop(0) if follows else "true"
+        if not equals and remaining and not remaining[0].startswith("--"):
+            value = remaining.pop(0)
+        elif not equals:
+            key = name[2:].replace("-", "_")
+            if fields().get(ALIASES.get(key, key), bool) is not bool:
+                raise UsageError(f"{name} needs a value", f"write {name} VALUE or {name}=VALUE")
+            value = "true"
         pairs.append((name[2:], value))
     return rest, pairs
 
@@ -179,9 +186,9 @@ def _later_wins(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[
 def _suggest(key: str) -> str:
     sections = {name.split(".")[0] for name in fields() if "." in name}
     section, _, leaf = key.partition(".")
-    by_leaf = [name for name in (*fields(), *ALIASES) if name.rsplit(".", 1)[-1] == (leaf or section)]
-    if by_leaf:
-        return f"did you mean {ALIASES.get(by_leaf[0], by_leaf[0])!r}?"
+    named = key_named(leaf or section)
+    if named is not None:
+        return f"did you mean {named!r}?"
     near = difflib.get_close_matches(key, [*fields(), *ALIASES], n=1, cutoff=0.6)
     if near:
         return f"did you mean {ALIASES.get(near[0], near[0])!r}?"
@@ -189,6 +196,13 @@ def _suggest(key: str) -> str:
         leaves = [name.split(".")[1] for name in fields() if name.startswith(f"{section}.")]
         return f"{_did_you_mean(leaf, leaves)}the keys of {section!r} are {', '.join(leaves)}"
     return f"{_did_you_mean(section, sorted(sections))}the sections are {', '.join(sorted(sections))}"
+
+
+def key_named(leaf: str) -> str | None:
+    """The key whose last word, or another name of it, is `leaf`."""
+    leaf = leaf.replace("-", "_")
+    found = [name for name in (*fields(), *ALIASES) if name.rsplit(".", 1)[-1] == leaf]
+    return ALIASES.get(found[0], found[0]) if found else None
 
 
 def _did_you_mean(name: str, choices: Iterable[str]) -> str:
@@ -248,7 +262,7 @@ def _one_of(choices: list[str]) -> str:
 
 
 def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+    if value is None or (isinstance(value, str) and value.lower() in NOTHING):
         return None
     (inner,) = [choice for choice in get_args(annotation) if choice is not type(None)]
     return _convert(value, inner, key)
@@ -256,7 +270,7 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
 
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
     if isinstance(value, str):
-        text = value.strip().strip("[]()")
+        text = "" if value.lower() in NOTHING else value.strip().strip("[]()")
         value = [part.strip() for part in text.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         raise UsageError(f"{key} is a list, not {value!r}", "write it as 0.9,0.95 or [0.9, 0.95]")
@@ -269,7 +283,7 @@ def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
 
 
 def _convert_plain(value: Any, kind: type, key: str) -> Any:
-    wrong = UsageError(f"{key} must be {_NAMES[kind]}, not {value!r}")
+    wrong = UsageError(f"{key} must be {_NAMES[kind]}, not {str(value)[:60]!r}")
     if value is None:
         raise wrong
     if kind is str:
@@ -289,7 +303,7 @@ def _convert_plain(value: Any, kind: type, key: str) -> Any:
         raise wrong
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise wrong from None
     if number != number or number in (float("inf"), float("-inf")):
         raise wrong

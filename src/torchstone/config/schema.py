@@ -15,19 +15,20 @@ from torchstone.errors import UsageError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers a field takes, both ends included unless `above` says the lower one is not."""
+    """The numbers a field takes, both ends included unless `above` or `below` says that one is not."""
 
     low: float
     high: float | None = None
     above: bool = False
+    below: bool = False
 
     def holds(self, value: float) -> bool:
         low_ok = value > self.low if self.above else value >= self.low
-        return low_ok and (self.high is None or value <= self.high)
+        return low_ok and (self.high is None or (value < self.high if self.below else value <= self.high))
 
     def __str__(self) -> str:
         low = f"{'more than' if self.above else 'at least'} {self.low:g}"
-        return low if self.high is None else f"{low} and at most {self.high:g}"
+        return low if self.high is None else f"{low} and {'less than' if self.below else 'at most'} {self.high:g}"
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -37,7 +38,10 @@ Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
-Beta = Annotated[float, Range(0, 0.999999999)]
+Beta = Annotated[float, Range(0, 1, below=True)]
+Seed = Annotated[int, Range(0, 2**63, below=True)]
+Threads = Annotated[int, Range(1, 1024)]
+Workers = Annotated[int, Range(0, 256)]
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class DataConfig:
     cache_dir: str = "cache/datasets"
     """Where the tokenized data is kept, keyed by everything that decides its contents."""
 
-    num_workers: Natural = 1
+    num_workers: Workers = 1
     """Threads that build micro-batches ahead of the step; 0 builds them in the training thread."""
 
 
@@ -135,7 +139,7 @@ class TrainingConfig:
     max_tokens_per_gpu: Count | None = None
     """Tokens per device and micro-step where conversations are packed; by default context_length."""
 
-    seed: Natural = 0
+    seed: Seed = 0
     """Seed of the initialisation, the order of the data and the validation split."""
 
     precision: Literal["fp32", "bf16-pure"] = "fp32"
@@ -228,7 +232,7 @@ class SystemConfig:
     device_id: Natural = 0
     """Which of the visible CUDA devices."""
 
-    threads: Count | None = None
+    threads: Threads | None = None
     """CPU threads of torch; by default torch's own choice."""
 
 
@@ -317,6 +321,8 @@ def check(config: Config) -> None:
                 )  # fmt: skip
     if data.validation_split == 1:
         raise Impossible("data.validation_split", "data.validation_split 1 leaves nothing to train on")
+    if not config.output_dir:
+        raise Impossible("output_dir", "output_dir is empty", "--output-dir runs/NAME")
     _check_limits(training, optim)
     if optim.decay_steps is not None and optim.schedule != "wsd":
         raise Impossible("optim.decay_steps", f"optim.decay_steps is for schedule wsd, not {optim.schedule}")

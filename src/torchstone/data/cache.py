@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -60,12 +61,14 @@ def open_cache(
     console: Console,
 ) -> TokenCache:  # fmt: skip
     """The cache of `path`, built first where it is not there yet. `limit` gives the longest sequence for a shape."""
-    shape = _shape_of_file(path)
+    shape = shape_of_file(path)
     longest = limit(shape)
     key = _key(path, tokenizer, shape, longest, on_long_row)
     folder = cache_dir / key[:32]
     with locked(cache_dir / f"{key[:32]}.lock"):
         if not _is_whole(folder):
+            if folder.exists():
+                console.warn(f"{folder} is damaged; building it again")
             console.say(f"tokenizing {path} ({path.stat().st_size / 1e6:.1f} MB) into {folder}")
             _build(folder, key, path, Encoder(tokenizer, shape, longest, on_long_row))
         else:
@@ -75,7 +78,7 @@ def open_cache(
     return cache
 
 
-def _shape_of_file(path: Path) -> Shape:
+def shape_of_file(path: Path) -> Shape:
     for row in read_rows(path):
         return shape_of(row)
     raise DataError(f"{path}: no rows", "an empty file has nothing to train on")
@@ -94,11 +97,20 @@ def _key(path: Path, tokenizer: Tokenizer, shape: Shape, limit: int | None, on_l
 
 
 def _is_whole(folder: Path) -> bool:
-    """There, and every file as long as it was written: a disk that filled up is not answered with half the data."""
-    if not (folder / "meta.json").is_file():
+    """There, and every file what it was when it was written; reading them once also warms them up for training."""
+    try:
+        checksums = json.loads((folder / "meta.json").read_text())["checksums"]
+        return all(_checksum(folder / name) == checksum for name, checksum in checksums.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    sizes = json.loads((folder / "meta.json").read_text())["bytes"]
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def _build(folder: Path, key: str, path: Path, encoder: Encoder) -> None:
@@ -131,7 +143,7 @@ def _write(work: Path, key: str, path: Path, encoder: Encoder) -> None:
         "id_type": id_type.name,
         "source": str(path),
         "counts": dataclasses.asdict(encoder.counts),
-        "bytes": {file.name: file.stat().st_size for file in work.iterdir()},
+        "checksums": {file.name: _checksum(file) for file in work.iterdir()},
     }
     (work / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 

@@ -34,18 +34,20 @@ def shape_of(row: Row) -> Shape:
 
 
 def text_of(row: Row) -> str:
-    text = row.value.get("text")
+    if "text" not in row.value:
+        raise _wrong_shape(row, "text")
+    text = row.value["text"]
     if not isinstance(text, str):
-        raise _wrong_shape(row, "text") if text is None else row.error("text is not a string")
+        raise row.error("text is not a string")
     if not text:
         raise row.error("text is empty")
-    return text
+    return _encodable(row, text)
 
 
 def messages_of(row: Row) -> list[dict[str, Any]]:
-    messages = row.value.get("messages")
-    if messages is None:
+    if "messages" not in row.value:
         raise _wrong_shape(row, "messages")
+    messages = row.value["messages"]
     if not isinstance(messages, list) or not messages:
         raise row.error("messages is empty or not a list")
     for number, message in enumerate(messages):
@@ -53,15 +55,16 @@ def messages_of(row: Row) -> list[dict[str, Any]]:
             raise row.error(f"message {number} has no role")
         if not isinstance(message.get("content"), str):
             raise row.error(f"message {number} ({message['role']}) has no text content")
+        _encodable(row, message["content"])
     if all(message["role"] != "assistant" for message in messages):
         raise row.error("no assistant message: nothing in this row would be trained")
     return messages
 
 
 def tokens_of(row: Row, vocab_size: int) -> Tokens:
-    ids = row.value.get("input_ids")
-    if ids is None:
+    if "input_ids" not in row.value:
         raise _wrong_shape(row, "tokens")
+    ids = row.value["input_ids"]
     labels = row.value.get("labels", ids)
     for name, values in (("input_ids", ids), ("labels", labels)):
         if not isinstance(values, list) or not all(type(value) is int for value in values):
@@ -69,12 +72,20 @@ def tokens_of(row: Row, vocab_size: int) -> Tokens:
     if not ids or len(ids) != len(labels):
         raise row.error(f"{len(ids)} input_ids and {len(labels)} labels: they are as many, and not none")
     if row.value.get("len", len(ids)) != len(ids):
-        raise row.error(f"len says {row.value['len']}, but there are {len(ids)} input_ids")
+        raise row.error(f"len says {row.value['len']!r}, but there are {len(ids)} input_ids")
     outside = [i for i in ids if not 0 <= i < vocab_size]
     outside += [i for i in labels if i != IGNORED and not 0 <= i < vocab_size]
     if outside:
         raise row.error(f"id {outside[0]} is outside the vocabulary of {vocab_size}")
     return Tokens(ids, labels)
+
+
+def _encodable(row: Row, text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise row.error(f"half of a surrogate pair at character {error.start}: not text that can be written") from None
+    return text
 
 
 def _wrong_shape(row: Row, expected: Shape) -> DataError:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from torchstone.config.schema import Config
-from torchstone.data.cache import TokenCache, open_cache
+from torchstone.data.cache import TokenCache, open_cache, shape_of_file
 from torchstone.data.collate import PADDING, MicroBatch, collate
 from torchstone.data.formats import Shape
 from torchstone.data.packing import Batching, Plan, batching
@@ -104,6 +104,7 @@ def load_data(config: Config, tokenizer: Tokenizer, train: Path, validation: Pat
             return StreamRows(cache, members, data.context_length)
         return WholeSequences(cache, members)
 
+    numbers = batching(training, shape_of_file(train), data.packing, data.context_length)
     cache = opened(train)
     chosen, held_out = split(len(cache), data.validation_split, training.seed)
     validation_samples = samples(cache, held_out) if len(held_out) else None
@@ -113,7 +114,7 @@ def load_data(config: Config, tokenizer: Tokenizer, train: Path, validation: Pat
     return RunData(
         train=samples(cache, chosen),
         validation=validation_samples,
-        batching=batching(training, cache.shape, data.packing, data.context_length),
+        batching=numbers,
         shape=cache.shape,
         packed=data.packing,
         fingerprint=cache.key,

@@ -52,6 +52,11 @@ def batching(training: TrainingConfig, shape: Shape, packing: bool, context_leng
                 f"leave one out, or make it global_batch_size {rows * accumulation}",
             )
         rows = rows or -(-total // accumulation)
+        if -(-total // rows) != accumulation:
+            raise UsageError(
+                f"training.global_batch_size {total} cannot be cut into {accumulation} micro-steps of equal rows",
+                f"{rows} rows each make {-(-total // rows)}; leave out training.grad_accum_steps",
+            )
     rows = rows or min(total or 10**9, 8 if shape == "text" else 4)
     total = total or rows * (accumulation or 1)
     return Batching(total, rows=rows, tokens=None)

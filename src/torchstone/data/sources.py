@@ -22,7 +22,7 @@ class Row:
     value: dict[str, Any]
 
     def error(self, reason: str, hint: str | None = None) -> DataError:
-        shown = json.dumps(self.value, ensure_ascii=False)
+        shown = json.dumps(self.value)
         shown = shown if len(shown) <= 100 else shown[:97] + "…"
         return DataError(f"{self.path}:{self.line}: {reason}", hint or f"the row begins {shown}")
 
@@ -60,7 +60,7 @@ def _parse(raw: bytes, path: Path, number: int) -> dict[str, Any]:
         raise DataError(f"{path}:{number}: not UTF-8 at byte {error.start} of the line", _begins(raw)) from None
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{number}: not JSON: {error}", _begins(raw)) from None
     if not isinstance(value, dict):
         raise DataError(f"{path}:{number}: a row is an object {{…}}, not {type(value).__name__}", _begins(raw))

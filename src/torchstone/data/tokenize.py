@@ -60,12 +60,14 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int:
-        return self.hf.pad_token_id if self.hf.pad_token_id is not None else self.eos_id
+        """Any id will do: padding is seen by nobody and predicted by nobody."""
+        found = [i for i in (self.hf.pad_token_id, self.hf.eos_token_id) if i is not None]
+        return found[0] if found else 0
 
     @cached_property
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer: the end of text, and the token the template ends an assistant turn with."""
-        found = {self.eos_id}
+        found = set() if self.hf.eos_token_id is None else {self.hf.eos_token_id}
         if self.hf.chat_template:
             messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             rendered = self.template.conversation(messages)
@@ -114,9 +116,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         )
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UsageError(f"{folder}: no tokenizer that Transformers can read: {first}") from None
+    except Exception as error:
+        # Transformers meets damaged files with whatever they make it stumble over.
+        said = " ".join(str(error).split())[:300]
+        raise UsageError(f"{folder}: no tokenizer that Transformers can read: {said}") from None
     return Tokenizer(hf, str(folder))
 
 

@@ -65,6 +65,15 @@ class DecoderConfig:
     max_positions: int = 2048
     rope: Rope = Rope()
 
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "width", "depth", "heads", "kv_heads", "head_size", "mlp_width", "max_positions"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a whole number from 1")
+        if self.heads % self.kv_heads or self.head_size % 2:
+            raise ValueError(
+                f"{self.heads} heads of {self.head_size} with {self.kv_heads} key/value heads do not divide"
+            )
+
 
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:

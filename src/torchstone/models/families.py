@@ -123,7 +123,7 @@ def _write_llama(config: DecoderConfig) -> dict[str, Any]:
 def _refuse_unless(hf: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
     for key, values in allowed.items():
         if key in hf and hf[key] not in values:
-            raise UsageError(f"config.json: {key} {hf[key]!r} is not computed by this version")
+            raise UsageError(f"{key} {hf[key]!r} is not computed by this version")
 
 
 LLAMA_NAMES = {

@@ -51,21 +51,34 @@ def new_model(family: str, config: DecoderConfig, attention: str, device: torch.
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         what = "is not a Hugging Face folder (it has no config.json)" if folder.is_dir() else "does not exist"
         raise UsageError(f"model folder {folder} {what}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a readable JSON file: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: not an object")
+    return value
+
+
+def read_shape(folder: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
+    """What config.json says the model is; a family or a shape that cannot be built is refused before anything else."""
+    hf_config = read_config(folder)
+    place = folder / "config.json"
+    family = family_of(hf_config, str(place))
+    try:
+        return hf_config, family, family.read(hf_config)
+    except KeyError as error:
+        raise UsageError(f"{place}: the key {error} is missing") from None
+    except UsageError as error:
+        raise UsageError(f"{place}: {error.message}", error.hint) from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise UsageError(f"{place}: does not describe a model: {error}") from None
 
 
 def load_model(folder: Path, attention: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Model:
-    hf_config = read_config(folder)
-    family = family_of(hf_config, f"{folder / 'config.json'}")
-    try:
-        config = family.read(hf_config)
-    except KeyError as error:
-        raise UsageError(f"{folder / 'config.json'}: the key {error} is missing") from None
+    hf_config, family, config = read_shape(folder)
     with torch.device("meta"):
         decoder = Decoder(config, attention).to(dtype)
     decoder.to_empty(device=device)

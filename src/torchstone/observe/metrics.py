@@ -53,7 +53,9 @@ def _cut(path: Path, last_step: int) -> int:
 
 
 def _step_of(line: str) -> float:
+    """A line that cannot be read, or has no step, belongs to no step that was saved."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
         return float("inf")
+    return step if isinstance(step, int) else float("inf")

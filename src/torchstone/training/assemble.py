@@ -20,7 +20,7 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.sizing import decoder_config, describe, init_std
-from torchstone.models.weights import Model, load_model, new_model
+from torchstone.models.weights import Model, load_model, new_model, read_shape
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.schedule import schedule_notes
@@ -37,6 +37,8 @@ def assemble(config: Config, console: Console) -> Run:
     torch.manual_seed(config.training.seed)
     checkpoint = find_resume(Path(config.output_dir), config.checkpoint.resume, console.warn)
     source = checkpoint or (resolve_model_folder(config.model.path) if config.model.path else None)
+    if source is not None:
+        read_shape(source)
     tokenizer = load_tokenizer(checkpoint or tokenizer_path(config, source))
     data = open_data(config, tokenizer, console)
     identified = identity(config, data)
