@@ -25,7 +25,7 @@ from torchstone.data.sampler import InfiniteSampler
 from torchstone.data.samples import StreamRows, split
 from torchstone.data.sources import read_rows
 from torchstone.data.template import ChatTemplate
-from torchstone.data.tokenize import Encoded, Tokenizer, load_tokenizer
+from torchstone.data.tokenize import Encoded, Encoder, Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
@@ -154,6 +154,28 @@ class TestTemplate:
         theirs = tokenizer.hf.apply_chat_template(messages, chat_template=source, tokenize=False)
         assert ChatTemplate(source, {}).prompt(messages) == theirs
 
+    def test_rendering_equals_transformers_line_by_line(self, tokenizer: Tokenizer) -> None:
+        """Blocks on lines of their own leave no blank lines, and special tokens have their names."""
+        source = (
+            "{{ eos_token }}\n{% for m in messages %}\n  {% if m['role'] == 'user' %}\n[{{ m['content'] }}]\n"
+            "  {% else %}\n<{{ m['content'] | tojson }}>{{ pad_token }}\n  {% endif %}\n{% endfor %}\n"
+        )
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<ü>"}]
+        theirs = tokenizer.hf.apply_chat_template(messages, chat_template=source, tokenize=False)
+        assert ChatTemplate(source, tokenizer.hf.special_tokens_map).conversation(messages).text == theirs
+
+    def test_a_turn_that_changes_once_more_follow_is_refused(self) -> None:
+        source = "{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}"
+        turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+        with pytest.raises(DataError, match="renders message 1 differently once more messages follow"):
+            ChatTemplate(source, {}).conversation([{"role": role, "content": text} for role, text in turns])
+
+    def test_a_token_across_the_seam_is_trained_and_counted(self, tokenizer: Tokenizer) -> None:
+        encoder = Encoder(tokenizer, "messages", None, "drop")
+        offsets = np.array([[0, 3], [3, 6], [6, 9], [9, 12]])
+        assert encoder._trained(offsets, [(5, 9)]).tolist() == [False, True, True, False]
+        assert encoder.counts.straddling_tokens == 1
+
     def test_whatever_a_template_raises_is_about_the_row(self) -> None:
         with pytest.raises(DataError, match="refused a conversation"):
             ChatTemplate("{{ messages[0] + 1 }}", {}).prompt([{"role": "user", "content": "a"}])
@@ -220,7 +242,7 @@ class TestCache:
             assert opened(text_file, tokenizer, tmp_path).ids.tolist() == whole
 
     def test_whatever_decides_the_tokens_decides_the_key(
-        self, tokenizer: Tokenizer, chat_file: Path, tmp_path: Path
+        self, tokenizer: Tokenizer, chat_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         keys = {opened(chat_file, tokenizer, tmp_path).key, opened(chat_file, tokenizer, tmp_path, limit=32).key}
         changed = tmp_path / "changed.jsonl"
@@ -232,7 +254,28 @@ class TestCache:
             keys.add(opened(chat_file, Tokenizer(tokenizer.hf, "edited"), tmp_path).key)
         finally:
             tokenizer.hf.chat_template = template
-        assert len(keys) == 4
+        from torchstone.data import cache
+
+        monkeypatch.setattr(cache, "CODE_VERSION", cache.CODE_VERSION + 1)
+        keys.add(opened(chat_file, tokenizer, tmp_path).key)
+        assert len(keys) == 5
+
+    def test_another_tokenizer_has_another_fingerprint(self, tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+        found = {tokenizer.fingerprint}
+        for change in (
+            lambda hf: hf.add_tokens(["KATO"]),
+            lambda hf: setattr(hf, "eos_token", "<|end|>"),
+        ):
+            hf = load_tokenizer(tokenizer_dir).hf
+            change(hf)
+            found.add(Tokenizer(hf, "changed").fingerprint)
+        assert len(found) == 3
+
+    def test_large_vocabularies_keep_every_bit_of_an_id(self, tokenizer_dir: Path, tmp_path: Path) -> None:
+        large = load_tokenizer(tokenizer_dir)
+        large.size = 70_000
+        path = write_rows(tmp_path / "large.jsonl", [{"input_ids": [3, 69_999]}])
+        assert opened(path, large, tmp_path).sequence(0).ids.tolist() == [3, 69_999]
 
     def test_text_ends_with_the_end_of_text(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
         cache = opened(text_file, tokenizer, tmp_path, limit=None)
@@ -266,6 +309,8 @@ class TestCache:
         assert (nothing_left.dropped_untrained, nothing_left.truncated_long, nothing_left.dropped) == (1, 0, 1)
         cut = opened(path, tokenizer, tmp_path, limit=8, on_long="truncate")
         assert (cut.lengths.tolist(), cut.counts.truncated_long) == ([3, 8, 8, 8], 2)
+        counted = write_rows(tmp_path / "counted.jsonl", [{"input_ids": list(range(20))}])
+        assert opened(counted, tokenizer, tmp_path, 8, "truncate").sequence(0).ids.tolist() == list(range(8))
 
 
 class TestRows:
@@ -324,6 +369,9 @@ class TestCounts:
             }
         )  # fmt: skip
         data = load_data(config, tokenizer, path, None, Console("quiet"))
+        if not (kind == "text" and packing):
+            assert data.train.lengths.max() <= 48
+            assert data.counts.trained_tokens == data.train.loss_tokens.sum()
         batches = list(data.batches(config, 0, len(data.train)))
         assert sum(batch.samples for batch in batches) == len(data.train)
         for batch in batches:
@@ -343,6 +391,9 @@ class TestSampler:
         whole = InfiniteSampler(10, seed=7).take(60)
         assert InfiniteSampler(10, seed=7, drawn=start).take(60 - start).tolist() == whole[start:].tolist()
 
+    def test_the_seed_decides_the_order(self) -> None:
+        assert InfiniteSampler(50, seed=1).take(50).tolist() != InfiniteSampler(50, seed=2).take(50).tolist()
+
     def test_without_shuffling_the_order_is_the_files(self) -> None:
         assert InfiniteSampler(3, seed=0, shuffle=False).take(7).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
@@ -355,6 +406,7 @@ class TestBatching:
             ({}, "messages", False, Batching(4, 4, None)),
             ({}, "messages", True, Batching(4, None, 128)),
             ({"global_batch_size": 10, "batch_size": 4}, "text", True, Batching(10, 4, None)),
+            ({"global_batch_size": 3}, "text", True, Batching(3, 3, None)),
             ({"batch_size": 4, "grad_accum_steps": 3}, "text", True, Batching(12, 4, None)),
             ({"global_batch_size": 10, "grad_accum_steps": 3}, "text", True, Batching(10, 4, None)),
             ({"max_tokens_per_gpu": 512}, "text", True, Batching(4, 4, None)),
@@ -373,6 +425,7 @@ class TestBatching:
             ({"global_batch_size": 10, "grad_accum_steps": 8}, "text", "cannot be cut into 8 micro-steps"),
             ({"max_tokens_per_gpu": 100}, "messages", "the longest row must fit"),
             ({"batch_size": 4}, "messages", "has no meaning where conversations are packed"),
+            ({"grad_accum_steps": 4}, "messages", "has no meaning where conversations are packed"),
         ],
     )
     def test_numbers_that_contradict_each_other_are_refused(self, given: dict, shape: str, reason: str) -> None:
@@ -388,6 +441,10 @@ class TestBatching:
             assert sorted(i for row in rows for i in row) == sorted(samples)
             assert all(lengths[row].sum() <= 64 for row in rows)
             assert rows == first_fit(samples, lengths, 64)
+
+    def test_packing_is_longest_first_and_fills_a_row_to_the_brim(self) -> None:
+        lengths = np.array([3, 8, 5, 2, 6])
+        assert first_fit(np.arange(5), lengths, 8) == [[1], [4, 3], [2, 0]]
 
     def test_a_global_batch_that_does_not_divide_is_cut_unevenly(self) -> None:
         plan = Batching(10, 4, None).plan(np.arange(10), np.full(10, 5))

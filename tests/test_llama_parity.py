@@ -31,8 +31,8 @@ from torchstone.optim.build import build_optimizer
 from torchstone.training import step as training_step
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -181,6 +181,18 @@ def test_logits_equal_transformers_beyond_the_original_length(folder: Path, back
         theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)(ids).logits
         ours = load_model(folder, backend, torch.device("cpu")).decoder(ids, positions)
     assert (theirs - ours).abs().max().item() <= 1e-5
+
+
+def test_bf16_logits_equal_transformers_in_bf16(folder: Path) -> None:
+    """The same roundings in the same places, at positions that bf16 itself could not count."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(0, TINY_LLAMA["vocab_size"], (1, 400), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(400)[None]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)(ids).logits
+        ours = load_model(folder, "sdpa", torch.device("cpu"), torch.bfloat16).decoder(ids, positions)
+    assert torch.equal(theirs, ours)
 
 
 def test_the_protocol_notices_a_mean_per_micro_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

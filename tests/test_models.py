@@ -191,6 +191,8 @@ class TestSizing:
         assert one.head.weight.std().item() == pytest.approx(std, rel=0.02)
         assert one.layers[0].attention.wo.weight.std().item() == pytest.approx(std / 2, rel=0.02)
         assert torch.equal(one.norm.weight, torch.ones(256))
+        first = one.layers[0].attention
+        assert not torch.equal(first.wq.weight, first.wk.weight), "every parameter has a stream of its own"
 
 
 class TestGenerate:

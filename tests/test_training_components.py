@@ -21,6 +21,7 @@ from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.collate import collate
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.packing import Batching
+from torchstone.data.sampler import InfiniteSampler
 from torchstone.data.tokenize import Counts, Encoded, Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumbersError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
@@ -161,8 +162,36 @@ class TestGradientStep:
         assert tokens == 2 * batch.loss_tokens
         assert model.decoder.training
 
+    def test_mean_loss_measures_without_gradients_and_leaves_evaluation_mode(self, model: Model) -> None:
+        seen = []
+        model.decoder.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), model.decoder.training)))
+        model.decoder.eval()
+        mean_loss(model.decoder, [batch_of([[[s] for s in sequences(2)]])], False, CPU)
+        assert seen == [(False, False)]
+        assert not model.decoder.training
+
+    def test_validation_without_a_label_is_an_error(self, model: Model) -> None:
+        silent = sequences(2)
+        for sequence in silent:
+            sequence.labels[:] = -100
+        with pytest.raises(DataError, match="no token with a label"):
+            mean_loss(model.decoder, [batch_of([[[s] for s in silent]])], False, CPU)
+
 
 class TestOptimizerGroups:
+    @pytest.mark.parametrize(
+        ("name", "shape", "kind"),
+        [
+            ("layers.0.attention.wq.bias", (4,), "bias"),
+            ("layers.0.attention_norm.weight", (4,), "norm"),
+            ("tok_embed.weight", (4, 4), "embed"),
+            ("head.weight", (4, 4), "head"),
+            ("layers.0.mlp.up.weight", (4, 4), "matrix"),
+        ],
+    )
+    def test_what_kind_a_parameter_is(self, name: str, shape: tuple[int, ...], kind: str) -> None:
+        assert kind_of(name, nn.Parameter(torch.zeros(shape))) == kind
+
     def test_norms_biases_and_embeddings_do_not_decay_by_default(self, tmp_path: Path) -> None:
         decoder = load_model(make_llama(tmp_path, attention_bias=True), "sdpa", CPU).decoder
         optimizer = build_optimizer(decoder.named_parameters(), OptimConfig(weight_decay=0.3))
@@ -246,6 +275,8 @@ class TestRunLength:
             ({"max_steps": 7}, 7, None),
             ({"max_epochs": 1}, 4, 10),
             ({"max_epochs": 2.5}, 9, 25),
+            ({"max_epochs": 0.29}, 1, 3),
+            ({"max_epochs": 0.01}, 1, 1),
             ({}, 4, 10),
             ({"max_tokens": 100}, 4, 12),
             ({"max_tokens": 101}, 4, 12),
@@ -266,6 +297,15 @@ class TestRunLength:
         data = RunData(FixedSamples([1, 100, 1, 100]), None, Batching(1, 1, None), "text", False, "", 0, Counts())
         assert run_length(TrainingConfig(max_tokens=102), data, False, Progress()).steps == 3
         assert run_length(TrainingConfig(max_tokens=203), data, False, Progress()).steps == 5
+
+    @pytest.mark.parametrize("seed", [0, 1, 2])
+    @pytest.mark.parametrize("tokens", [5, 40, 70, 101, 130])
+    def test_tokens_are_counted_in_the_sampler_s_own_order(self, seed: int, tokens: int) -> None:
+        samples = FixedSamples([1, 2, 3, 5, 8, 13, 21])
+        data = RunData(samples, None, Batching(1, 1, None), "text", False, "", 0, Counts())
+        seen = np.cumsum(samples.lengths[InfiniteSampler(7, seed).take(28)])
+        length = run_length(TrainingConfig(max_tokens=tokens, seed=seed), data, True, Progress())
+        assert length.steps == 1 + int(np.argmax(seen >= tokens))
 
     @pytest.mark.parametrize(
         ("before", "after", "every", "expected"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +222,35 @@ class TestValidation:
         assert marked == {"step": best["step"], "val_loss": best["val_loss"]}
         assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [best["step"], 12]
 
+    def test_only_improvements_are_saved_as_the_best(self, settings: Settings) -> None:
+        overrides = settings(
+            data__validation_split=0.2, training__validate_every_steps=1, training__max_steps=8,
+            checkpoint__save_best=True, checkpoint__at_end=False, optim__learning_rate=0.3, optim__schedule="constant",
+        )  # fmt: skip
+        outcome, lines, folder = trained(overrides)
+        losses = [line["val_loss"] for line in lines]
+        improved = [n + 1 for n, loss in enumerate(losses) if loss < min(losses[:n], default=float("inf"))]
+        assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == improved
+        assert outcome.val_loss == losses[-1]
+
+    def test_without_save_best_nothing_is_marked(self, settings: Settings) -> None:
+        _, lines, folder = trained(settings(data__validation_split=0.2))
+        assert not (folder / "checkpoints/best.json").exists()
+        state = json.loads((folder / "checkpoints/step-00000006/state.json").read_text())
+        assert state["loss_tokens"] == sum(line["loss_tokens"] for line in lines)
+
+    def test_what_is_held_out_is_not_trained_on(self, settings: Settings, text_file: Path) -> None:
+        class Look(Callback):
+            def on_start(self, run: Run) -> None:
+                train, held_out = run.data.train, run.data.validation
+                self.members = set(train.members.tolist()), set(held_out.members.tolist())
+
+        look = Look()
+        trained(settings(data__validation_split=0.25), look)
+        assert look.members[0] | look.members[1] == set(range(60))
+        assert not look.members[0] & look.members[1]
+        assert len(look.members[1]) == 15
+
     def test_a_loss_that_is_no_number_ends_the_run(self, settings: Settings) -> None:
         overrides = settings(
             data__validation_split=0.2, training__max_steps=1, optim__learning_rate=1e38, checkpoint__save_best=True
@@ -378,6 +410,26 @@ class TestFolder:
         said = capsys.readouterr().err
         assert "optim.learning_rate 0.001, and goes on with 0.0005" in said
         assert "training.max_steps 2, and goes on with 4" in said
+
+
+class TestSignals:
+    def test_a_second_interrupt_ends_at_once_and_handlers_are_put_back(self, settings: Settings) -> None:
+        class Twice(Callback):
+            def on_step(self, run: Run, values: dict[str, Any]) -> None:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            trained(settings(), Twice())
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+    def test_a_run_in_another_thread_needs_no_handlers(self, settings: Settings) -> None:
+        done = []
+        thread = threading.Thread(target=lambda: done.append(trained(settings())[0].step))
+        thread.start()
+        thread.join()
+        assert done == [6]
 
 
 class TestPrecision:
