@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 from torchstone.config.schema import ModelConfig, OptimConfig
 from torchstone.data.collate import collate
+from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.data.tokenize import Encoded
 from torchstone.models.sizing import decoder_config, describe
 from torchstone.models.weights import new_model
 from torchstone.optim.build import build_optimizer

@@ -223,7 +223,7 @@ class TestCommands:
         code, out, err = torchstone("prepare", *words, "--json")
         assert code == 0
         assert "tokenizing" in err
-        assert json.loads(out)["shape"] == "text"
+        assert json.loads(out)["shapes"] == ["text"]
         code, _, err = torchstone("train", *flags(overrides))
         assert code == 0
         assert "using the tokenized" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -16,16 +17,16 @@ import processes
 from tiny import write_rows
 from torchstone.config import load_config
 from torchstone.config.schema import TrainingConfig
-from torchstone.data.cache import TokenCache, open_cache
+from torchstone.data.cache import BuildSettings, TokenCache, find_source, open_cache
 from torchstone.data.collate import collate
+from torchstone.data.encode import Encoded, Encoder
 from torchstone.data.formats import IGNORED
 from torchstone.data.loader import load_data
-from torchstone.data.packing import Batching, batching, first_fit
+from torchstone.data.packing import Batching, batching
 from torchstone.data.sampler import InfiniteSampler
 from torchstone.data.samples import StreamRows, split
-from torchstone.data.sources import read_rows
 from torchstone.data.template import ChatTemplate
-from torchstone.data.tokenize import Encoded, Encoder, Tokenizer, load_tokenizer
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
@@ -33,7 +34,9 @@ from torchstone.observe.console import Console
 def opened(
     path: Path, tokenizer: Tokenizer, tmp_path: Path, limit: int | None = 64, on_long: str = "drop"
 ) -> TokenCache:
-    return open_cache(path, tokenizer, lambda shape: limit, on_long, tmp_path / "cache", Console("quiet"))
+    source = find_source(str(path))
+    recipe = tokenizer.recipe(source.shape, limit, on_long)
+    return open_cache(source, recipe, BuildSettings(tmp_path / "cache", workers=0), Console("quiet"))
 
 
 def build_at_once(path: Path, tokenizer_dir: Path, folder: Path, start: Barrier) -> None:
@@ -48,51 +51,26 @@ def build_at_once(path: Path, tokenizer_dir: Path, folder: Path, start: Barrier)
                 file.write("built\n")
 
     console.say = say  # type: ignore[method-assign]
-    cache = open_cache(path, tokenizer, lambda shape: None, "drop", folder / "shared", console)
+    source = find_source(str(path))
+    cache = open_cache(source, tokenizer.recipe("text", None, ""), BuildSettings(folder / "shared"), console)
     assert cache.ids.size > 1000
 
 
-class TestSources:
-    @pytest.mark.parametrize(
-        ("content", "line", "reason"),
-        [
-            (b'{"text": "a"}\n{"text": \n', 2, "not JSON"),
-            (b'{"text": "a"}\n\n[1]\n', 3, "a row is an object"),
-            (b'{"text": "a"}\n{"text": "\xff"}\n', 2, "not UTF-8"),
-        ],
-    )
-    def test_a_bad_line_is_named(self, tmp_path: Path, content: bytes, line: int, reason: str) -> None:
-        path = tmp_path / "bad.jsonl"
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=f"bad.jsonl:{line}: {reason}") as caught:
-            list(read_rows(path))
-        assert caught.value.exit_code == 3
-
-    def test_a_byte_order_mark_and_a_missing_last_newline_are_harmless(self, tmp_path: Path) -> None:
-        path = tmp_path / "bom.jsonl"
-        path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}')
-        assert [row.value["text"] for row in read_rows(path)] == ["a", "b"]
-
+class TestRowsRefused:
     @pytest.mark.parametrize(
         ("rows", "reason"),
         [
-            ([{"txt": "a"}], "no known row shape"),
             ([{"text": ""}], "text is empty"),
             ([{"text": 3}], "text is not a string"),
             ([{"text": None}], "text is not a string"),
             ([{"text": "a \ud800 b"}], "half of a surrogate pair at character 2"),
             ([{"messages": [{"role": "assistant", "content": "\ud800"}]}], "half of a surrogate pair"),
             ([{"input_ids": [1, 2], "len": "2"}], "len says '2'"),
-            ([{"messages": []}], "messages is empty"),
-            ([{"messages": [{"content": "a"}]}], "message 0 has no role"),
-            ([{"messages": [{"role": "user", "content": "a"}]}], "no assistant message"),
-            ([{"messages": [{"role": "assistant", "content": None}]}], "has no text content"),
             ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids and 1 labels"),
             ([{"input_ids": [1, 999]}], "id 999 is outside the vocabulary"),
             ([{"input_ids": [1, 2], "len": 3}], "len says 3"),
-            ([{"text": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}], "rows before this one"),
+            ([{"text": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}], "this one has no text"),
             ([], "no rows"),
-            ([{"input_ids": [1, 2], "labels": [-100, -100]}], "none of its 1 rows has a token to train on"),
         ],
     )
     def test_a_row_that_cannot_be_trained_on_stops_with_the_reason(
@@ -126,7 +104,7 @@ class TestTemplate:
 
     def test_a_template_that_rewrites_the_past_is_refused(self) -> None:
         template = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
-        with pytest.raises(DataError, match="first difference at character 0"):
+        with pytest.raises(DataError, match="renders message 1 differently once more follows"):
             template.conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
     def test_generation_marks_and_loop_controls_are_understood(self) -> None:
@@ -167,11 +145,11 @@ class TestTemplate:
     def test_a_turn_that_changes_once_more_follow_is_refused(self) -> None:
         source = "{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}"
         turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-        with pytest.raises(DataError, match="renders message 1 differently once more messages follow"):
+        with pytest.raises(DataError, match="renders message 1 differently once more follows"):
             ChatTemplate(source, {}).conversation([{"role": role, "content": text} for role, text in turns])
 
     def test_a_token_across_the_seam_is_trained_and_counted(self, tokenizer: Tokenizer) -> None:
-        encoder = Encoder(tokenizer, "messages", None, "drop")
+        encoder = Encoder(tokenizer.recipe("messages", None, "drop"))
         offsets = np.array([[0, 3], [3, 6], [6, 9], [9, 12]])
         assert encoder._trained(offsets, [(5, 9)]).tolist() == [False, True, True, False]
         assert encoder.counts.straddling_tokens == 1
@@ -211,15 +189,15 @@ class TestCache:
     def test_several_processes_build_one_cache(self, tokenizer_dir: Path, text_file: Path, tmp_path: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(processes.PRELOADED)
-        start = context.Barrier(4)
+        start = context.Barrier(8)
         workers = [
-            context.Process(target=build_at_once, args=(text_file, tokenizer_dir, tmp_path, start)) for _ in range(4)
+            context.Process(target=build_at_once, args=(text_file, tokenizer_dir, tmp_path, start)) for _ in range(8)
         ]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join(60)
-        assert [worker.exitcode for worker in workers] == [0] * 4
+        assert [worker.exitcode for worker in workers] == [0] * 8
         assert (tmp_path / "built").read_text() == "built\n"
 
     def test_a_failed_build_leaves_nothing_behind(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -260,16 +238,16 @@ class TestCache:
         keys.add(opened(chat_file, tokenizer, tmp_path).key)
         assert len(keys) == 5
 
-    def test_another_tokenizer_has_another_fingerprint(self, tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
-        found = {tokenizer.fingerprint}
+    def test_another_tokenizer_has_another_recipe(self, tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+        recipes = [tokenizer.recipe("messages", 64, "drop")]
         for change in (
             lambda hf: hf.add_tokens(["KATO"]),
             lambda hf: setattr(hf, "eos_token", "<|end|>"),
         ):
             hf = load_tokenizer(tokenizer_dir).hf
             change(hf)
-            found.add(Tokenizer(hf, "changed").fingerprint)
-        assert len(found) == 3
+            recipes.append(Tokenizer(hf, "changed").recipe("messages", 64, "drop"))
+        assert all(a != b for a, b in itertools.combinations(recipes, 2))
 
     def test_large_vocabularies_keep_every_bit_of_an_id(self, tokenizer_dir: Path, tmp_path: Path) -> None:
         large = load_tokenizer(tokenizer_dir)
@@ -324,12 +302,12 @@ class TestRows:
         assert rows.lengths.tolist()[:-1] == [50] * (len(rows) - 1)
 
     def test_held_out_documents_are_not_trained_on(self) -> None:
-        train, held_out = split(100, 0.1, seed=3)
+        train, held_out = split(np.arange(100), 0.1, seed=3)
         assert (len(train), len(held_out)) == (90, 10)
         assert sorted([*train, *held_out]) == list(range(100))
-        assert split(100, 0.1, seed=4)[1].tolist() != held_out.tolist()
+        assert split(np.arange(100), 0.1, seed=4)[1].tolist() != held_out.tolist()
         with pytest.raises(DataError, match="leaves none to train on"):
-            split(1, 0.5, seed=0)
+            split(np.arange(1), 0.5, seed=0)
 
 
 class TestTokenizer:
@@ -368,7 +346,7 @@ class TestCounts:
                 "data.context_length": 48, "data.cache_dir": str(tmp_path), "training.global_batch_size": 5,
             }
         )  # fmt: skip
-        data = load_data(config, tokenizer, path, None, Console("quiet"))
+        data = load_data(config, tokenizer, [str(path)], None, Console("quiet"))
         if not (kind == "text" and packing):
             assert data.train.lengths.max() <= 48
             assert data.counts.trained_tokens == data.train.loss_tokens.sum()
@@ -400,21 +378,21 @@ class TestSampler:
 
 class TestBatching:
     @pytest.mark.parametrize(
-        ("given", "shape", "packing", "expected"),
+        ("given", "packed", "by_default", "expected"),
         [
-            ({}, "text", True, Batching(8, 8, None)),
-            ({}, "messages", False, Batching(4, 4, None)),
-            ({}, "messages", True, Batching(4, None, 128)),
-            ({"global_batch_size": 10, "batch_size": 4}, "text", True, Batching(10, 4, None)),
-            ({"global_batch_size": 3}, "text", True, Batching(3, 3, None)),
-            ({"batch_size": 4, "grad_accum_steps": 3}, "text", True, Batching(12, 4, None)),
-            ({"global_batch_size": 10, "grad_accum_steps": 3}, "text", True, Batching(10, 4, None)),
-            ({"max_tokens_per_gpu": 512}, "text", True, Batching(4, 4, None)),
-            ({"max_tokens_per_gpu": 512, "global_batch_size": 64}, "messages", True, Batching(64, None, 512)),
+            ({}, False, 8, Batching(8, 8, None)),
+            ({}, False, 4, Batching(4, 4, None)),
+            ({}, True, 4, Batching(4, None, 128)),
+            ({"global_batch_size": 10, "batch_size": 4}, False, 8, Batching(10, 4, None)),
+            ({"global_batch_size": 3}, False, 8, Batching(3, 3, None)),
+            ({"batch_size": 4, "grad_accum_steps": 3}, False, 8, Batching(12, 4, None)),
+            ({"global_batch_size": 10, "grad_accum_steps": 3}, False, 8, Batching(10, 4, None)),
+            ({"max_tokens_per_gpu": 512}, False, 8, Batching(4, 4, None)),
+            ({"max_tokens_per_gpu": 512, "global_batch_size": 64}, True, 4, Batching(64, None, 512)),
         ],
     )
-    def test_what_is_not_given_follows(self, given: dict, shape: str, packing: bool, expected: Batching) -> None:
-        assert batching(TrainingConfig(**given), shape, packing, 128) == expected
+    def test_what_is_not_given_follows(self, given: dict, packed: bool, by_default: int, expected: Batching) -> None:
+        assert batching(TrainingConfig(**given), packed, 128, by_default) == expected
 
     @pytest.mark.parametrize(
         ("given", "shape", "reason"),
@@ -430,25 +408,13 @@ class TestBatching:
     )
     def test_numbers_that_contradict_each_other_are_refused(self, given: dict, shape: str, reason: str) -> None:
         with pytest.raises(UsageError, match=reason):
-            batching(TrainingConfig(**given), shape, True, 128)
-
-    def test_packing_keeps_every_sample_once_and_every_limit(self) -> None:
-        rng = np.random.default_rng(0)
-        for _ in range(50):
-            lengths = rng.integers(1, 65, int(rng.integers(1, 40)))
-            samples = rng.permutation(len(lengths))
-            rows = first_fit(samples, lengths, 64)
-            assert sorted(i for row in rows for i in row) == sorted(samples)
-            assert all(lengths[row].sum() <= 64 for row in rows)
-            assert rows == first_fit(samples, lengths, 64)
-
-    def test_packing_is_longest_first_and_fills_a_row_to_the_brim(self) -> None:
-        lengths = np.array([3, 8, 5, 2, 6])
-        assert first_fit(np.arange(5), lengths, 8) == [[1], [4, 3], [2, 0]]
+            batching(TrainingConfig(**given), shape == "messages", 128, 8)
 
     def test_a_global_batch_that_does_not_divide_is_cut_unevenly(self) -> None:
         plan = Batching(10, 4, None).plan(np.arange(10), np.full(10, 5))
-        assert [len(rows) for rows in plan] == [4, 4, 2]
+        assert [[len(rows) for rows in each] for each in plan] == [[4], [4], [2]]
+        two = Batching(10, 4, None).plan(np.arange(10), np.full(10, 5), ranks=2)
+        assert two == [[[[0], [1], [2], [3]], [[4], [5], [6], [7]]], [[[8]], [[9]]]]
 
 
 class TestCollate:

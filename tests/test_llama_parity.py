@@ -23,8 +23,8 @@ from torchstone import api
 from torchstone.config import load_config
 from torchstone.config.schema import OptimConfig
 from torchstone.data.collate import collate
+from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.data.tokenize import Encoded
 from torchstone.models.weights import Model, load_model
 from torchstone.observe.metrics import read_metrics
 from torchstone.optim.build import build_optimizer

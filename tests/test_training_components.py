@@ -20,10 +20,11 @@ from torchstone.checkpoint.load import resolve_model_folder, restore_optimizer, 
 from torchstone.checkpoint.save import best_step, mark_best, remove_old, save_checkpoint
 from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.collate import collate
+from torchstone.data.encode import Counts, Encoded
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.packing import Batching
-from torchstone.data.sampler import InfiniteSampler
-from torchstone.data.tokenize import Counts, Encoded, Tokenizer
+from torchstone.data.sampler import InfiniteSampler, MixedSampler
+from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumbersError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.weights import Model, load_model
@@ -269,6 +270,14 @@ class FixedSamples:
         raise NotImplementedError
 
 
+def fixed_data(
+    lengths: list[int], batching: Batching, sizes: list[int] | None = None, weights: list[float] | None = None
+) -> RunData:
+    return RunData(
+        FixedSamples(lengths), None, batching, ["text"], sizes or [len(lengths)], weights or [], False, "", 0, Counts()
+    )
+
+
 class TestRunLength:
     @pytest.mark.parametrize(
         ("given", "steps", "samples"),
@@ -290,22 +299,28 @@ class TestRunLength:
         ],
     )
     def test_every_limit_as_steps(self, given: dict, steps: int | None, samples: int | None) -> None:
-        data = RunData(FixedSamples([10] * 10), None, Batching(3, 3, None), "text", False, "", 0, Counts())
+        data = fixed_data([10] * 10, Batching(3, 3, None))
         length = run_length(TrainingConfig(**given), data, True, Progress())
         assert (length.steps, length.samples) == (steps, samples)
 
     def test_tokens_are_counted_in_the_order_they_will_come(self) -> None:
-        data = RunData(FixedSamples([1, 100, 1, 100]), None, Batching(1, 1, None), "text", False, "", 0, Counts())
+        data = fixed_data([1, 100, 1, 100], Batching(1, 1, None))
         assert run_length(TrainingConfig(max_tokens=102), data, False, Progress()).steps == 3
         assert run_length(TrainingConfig(max_tokens=203), data, False, Progress()).steps == 5
 
     @pytest.mark.parametrize("seed", [0, 1, 2])
     @pytest.mark.parametrize("tokens", [5, 40, 70, 101, 130])
     def test_tokens_are_counted_in_the_sampler_s_own_order(self, seed: int, tokens: int) -> None:
-        samples = FixedSamples([1, 2, 3, 5, 8, 13, 21])
-        data = RunData(samples, None, Batching(1, 1, None), "text", False, "", 0, Counts())
-        seen = np.cumsum(samples.lengths[InfiniteSampler(7, seed).take(28)])
+        data = fixed_data([1, 2, 3, 5, 8, 13, 21], Batching(1, 1, None))
+        seen = np.cumsum(data.train.lengths[InfiniteSampler(7, seed).take(28)])
         length = run_length(TrainingConfig(max_tokens=tokens, seed=seed), data, True, Progress())
+        assert length.steps == 1 + int(np.argmax(seen >= tokens))
+
+    @pytest.mark.parametrize("tokens", [5, 40, 101, 130])
+    def test_tokens_of_a_mixture_are_counted_as_they_are_drawn(self, tokens: int) -> None:
+        data = fixed_data([1, 2, 3, 5, 8, 13, 21], Batching(1, 1, None), sizes=[3, 4], weights=[3, 1])
+        seen = np.cumsum(data.train.lengths[MixedSampler([3, 4], [3, 1], 5).take(100)])
+        length = run_length(TrainingConfig(max_tokens=tokens, seed=5), data, True, Progress())
         assert length.steps == 1 + int(np.argmax(seen >= tokens))
 
     @pytest.mark.parametrize(

@@ -13,8 +13,13 @@ from typing import Any
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder
 from torchstone.config.load import from_dict, load_config, to_dict
-from torchstone.config.schema import Config, Device, Dtype, SystemConfig
-from torchstone.data.tokenize import load_tokenizer
+from torchstone.config.schema import Config, Device, Dtype, Job, SystemConfig
+from torchstone.data.inspect import inspect_sources
+from torchstone.data.loader import find_sources, open_source
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
+from torchstone.data.train_tokenizer import Pattern, check_target
+from torchstone.data.train_tokenizer import save as save_tokenizer
+from torchstone.data.train_tokenizer import train_tokenizer as learn_tokenizer
 from torchstone.demo.builtin import data_file
 from torchstone.models.weights import load_model
 from torchstone.observe.console import Console
@@ -50,21 +55,65 @@ def prepare(
     config: Config | str | Path | None = None, overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> dict[str, Any]:
     """Tokenizes the data of a run and stops; what it found is returned and kept in the cache."""
-    settings = _settings(config, overrides, preset)
+    settings = _settings(config, overrides, preset, "data")
     console = Console(settings.observe.console)
-    source = resolve_model_folder(settings.model.path) if settings.model.path else None
-    tokenizer = load_tokenizer(tokenizer_path(settings, source))
-    data = open_data(settings, tokenizer, console)
+    data = open_data(settings, _tokenizer(settings), console)
     return {
         "fingerprint": data.fingerprint,
-        "shape": data.shape,
+        "shapes": data.shapes,
         "samples": len(data.train),
         "tokens": int(data.train.lengths.sum()),
         "validation_samples": len(data.validation) if data.validation is not None else 0,
+        "bad_rows": data.counts.bad_rows,
         "dropped_rows": data.counts.dropped,
         "truncated_rows": data.counts.truncated_long,
+        "split_rows": data.counts.split_long,
         "cache_dir": settings.data.cache_dir,
     }
+
+
+def inspect_data(
+    config: Config | str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    rows: int = 5,
+    tokens: int | None = 400,
+) -> dict[str, Any]:
+    """What the data of a run becomes: counts, lengths, what is lost and why, and `rows` rows of each source as runs of
+    trained and untrained text. Nothing is refused: bad rows are counted. The tokens are kept in the cache for training.
+    """
+    settings = _settings(config, overrides, preset, "data")
+    console = Console(settings.observe.console)
+    tokenizer = _tokenizer(settings)
+    data = settings.data
+    names = [data_file(name, Path(data.cache_dir)) for name in data.path or ()]
+    sources = find_sources(data, names, look_only=True)
+    caches = [open_source(data, source, tokenizer, console, look_only=True) for source in sources]
+    return inspect_sources(caches, tokenizer, data.context_length, rows, tokens)
+
+
+def train_tokenizer(
+    data: Sequence[str],
+    folder: str | Path,
+    vocab_size: int = 32768,
+    special: Sequence[str] = (),
+    chat_template: str | None = "chatml",
+    pattern: Pattern = "gpt4",
+    min_frequency: int = 2,
+    max_bytes: int | None = None,
+    skip_bad_rows: bool = False,
+    cache_dir: str = "cache/datasets",
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """A byte-level BPE tokenizer from the texts of `data`, as a Hugging Face folder; returns what was measured."""
+    check_target(Path(folder))
+    names = [data_file(name, Path(cache_dir)) for name in data]
+    tokenizer, found = learn_tokenizer(
+        names, vocab_size, special=special, chat_template=chat_template, pattern=pattern, min_frequency=min_frequency,
+        max_bytes=max_bytes, stop_on_bad_row=not skip_bad_rows, console=Console("quiet" if quiet else "auto"),
+    )  # fmt: skip
+    save_tokenizer(tokenizer, Path(folder))
+    return {"folder": str(folder)} | found
 
 
 def evaluate(
@@ -123,13 +172,20 @@ class Chat:
         self.messages = []
 
 
-def _settings(config: Config | str | Path | None, overrides: Mapping[str, Any] | None, preset: str | None) -> Config:
+def _tokenizer(settings: Config) -> Tokenizer:
+    source = resolve_model_folder(settings.model.path) if settings.model.path else None
+    return load_tokenizer(tokenizer_path(settings, source), settings.data.chat_template)
+
+
+def _settings(
+    config: Config | str | Path | None, overrides: Mapping[str, Any] | None, preset: str | None, job: Job = "train"
+) -> Config:
     if isinstance(config, Config):
         if overrides or preset:
             raise ValueError("overrides and presets go with a config file, not with a Config that is already whole")
         # Made by hand, it has not been converted or checked yet.
-        return from_dict(to_dict(config))
-    return load_config(config, preset, overrides or {})
+        return from_dict(to_dict(config), job)
+    return load_config(config, preset, overrides or {}, job)
 
 
 def _plan_line(run: Run) -> str:

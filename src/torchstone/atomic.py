@@ -20,7 +20,8 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
+    # A name of its own: several processes may write the same thing at the same time.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(path)
@@ -34,7 +35,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     A folder that has the name already is replaced: moved aside first, removed last.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    work, replaced = hidden(final, "partial"), hidden(final, "replaced")
+    work = hidden(final, "partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
@@ -45,6 +46,12 @@ def new_folder(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
+    take_place(work, final)
+
+
+def take_place(work: Path, final: Path) -> None:
+    """Names the folder `work` `final`; what had the name is moved aside first and removed last."""
+    replaced = hidden(final, "replaced")
     if final.exists():
         final.rename(replaced)
     work.rename(final)

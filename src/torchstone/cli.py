@@ -10,14 +10,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
 from torchstone import __version__
 from torchstone.config.help import config_table
 from torchstone.config.load import key_named, load_config, split_flags, to_dict
-from torchstone.config.schema import Config, Device, Dtype
+from torchstone.config.schema import Config, Device, Dtype, Job
 from torchstone.errors import TorchstoneError, UsageError
 
 app = App(
@@ -28,11 +28,14 @@ app = App(
     help_format="plaintext",
     result_action="return_value",
 )
+tokenizer = App(name="tokenizer", help="Make tokenizers.", help_format="plaintext")
+app.command(tokenizer)
 # The `--section.key VALUE` flags of this call.
 flags: list[tuple[str, str]] = []
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+TAKE_KEYS = ("train", "prepare", "inspect-data")
 KEYS = "Every config key is a flag too: --section.key VALUE. torchstone train --help-keys lists them all."
 
 
@@ -40,7 +43,7 @@ def main() -> None:
     """Runs a command and ends with its exit code; an error for people is a message, not a traceback."""
     rest, flags[:] = sys.argv[1:], []
     try:
-        if rest[:1] in (["train"], ["prepare"]):
+        if rest[:1] and rest[0] in TAKE_KEYS:
             rest, flags[:] = split_flags(rest)
         app(rest, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -108,11 +111,87 @@ def prepare(config: Path | None = None, /, *, preset: str | None = None, as_json
         preset: demo, demo-chat, debug or production.
         as_json: Print what was found as JSON.
     """
-    settings = _settings(config, preset, None, None)
+    settings = _settings(config, preset, None, None, "data")
     from torchstone import api
 
     found = api.prepare(settings)
     _show(found, as_json)
+
+
+@app.command(help_epilogue=KEYS)
+def inspect_data(
+    config: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 5,
+    tokens: AtLeastOne = 400,
+    html: Path | None = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show rows with the tokens that are trained on, counts and lengths, and what would be dropped and why.
+
+    Args:
+        config: JSON, YAML or TOML file; --data.path FILE and --model.tokenizer FOLDER are enough.
+        preset: demo, demo-chat, debug or production.
+        rows: Rows to show of each source.
+        tokens: Tokens to show of each row, from its beginning and its end.
+        html: Write a page to this file as well.
+        as_json: Print JSON, unrounded, and nothing else.
+    """
+    settings = _settings(config, preset, None, None, "data")
+    from torchstone import api
+    from torchstone.data.inspect import html_page, show_console
+
+    found = api.inspect_data(settings, rows=rows, tokens=tokens)
+    if html is not None:
+        html.write_text(html_page(found), encoding="utf-8")
+        sys.stderr.write(f"wrote {html}\n")
+    if as_json:
+        _print_json(found)
+    elif html is None:
+        show_console(found, sys.stdout.write, colour=sys.stdout.isatty())
+
+
+@tokenizer.command(name="train")
+def tokenizer_train(
+    folder: Path,
+    /,
+    *,
+    data: str,
+    vocab_size: AtLeastOne = 32768,
+    special: str = "",
+    chat_template: str = "chatml",
+    pattern: Literal["gpt2", "gpt4", "gpt4o", "qwen2"] = "gpt4",
+    min_frequency: AtLeastOne = 2,
+    max_bytes: AtLeastOne | None = None,
+    skip_bad_rows: bool = False,
+    cache_dir: str = "cache/datasets",
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a byte-level BPE tokenizer from texts or conversations, as a Hugging Face folder.
+
+    Args:
+        folder: The new folder.
+        data: Files, folders or globs, separated by commas; or demo:corpus.
+        vocab_size: Tokens, special ones included.
+        special: More special tokens, separated by commas.
+        chat_template: A file, or chatml, llama3, alpaca, plain, none; the tokens it writes become special.
+        pattern: How texts are cut into words.
+        min_frequency: How often two tokens must meet to become one.
+        max_bytes: Read no more text than this.
+        skip_bad_rows: Leave out rows that cannot be read, instead of stopping.
+        cache_dir: Where built-in data is kept.
+        as_json: Print what was measured as JSON.
+    """
+    from torchstone import api
+
+    found = api.train_tokenizer(
+        [name for name in data.split(",") if name], folder, vocab_size,
+        [token for token in special.split(",") if token], None if chat_template == "none" else chat_template,
+        pattern, min_frequency, max_bytes, skip_bad_rows, cache_dir, quiet=as_json,
+    )  # fmt: skip
+    _show(found if as_json else _flat(found), as_json)
 
 
 @app.command
@@ -207,20 +286,31 @@ def chat(
             sys.stdout.flush()
 
 
-def _settings(config: Path | None, preset: str | None, output_dir: str | None, max_steps: str | None) -> Config:
+def _settings(
+    config: Path | None, preset: str | None, output_dir: str | None, max_steps: str | None, job: Job = "train"
+) -> Config:
     pairs: list[tuple[str, Any]] = list(flags)
     pairs += [("output_dir", output_dir)] if output_dir is not None else []
     pairs += [("max_steps", max_steps)] if max_steps is not None else []
-    return load_config(config, preset, pairs)
+    return load_config(config, preset, pairs, job)
 
 
 def _hint(words: list[str]) -> str:
     """Where to look; for `--learning-rate` and the like, the key that was meant."""
     for word in words:
         key = key_named(word.removeprefix("--").partition("=")[0]) if word.startswith("--") else None
-        if key is not None and words[0] in ("train", "prepare"):
+        if key is not None and words[0] in TAKE_KEYS:
             return f"did you mean --{key}?"
     return f"see: torchstone {words[0] if words else ''} --help"
+
+
+def _flat(found: dict[str, Any]) -> dict[str, Any]:
+    """What was measured beside the rest; lists as lines of words; what is empty left out."""
+    flat = {key: value for key, value in found.items() if key != "measured"} | found["measured"]
+    joined = {
+        key: ", ".join(map(str, value)) if isinstance(value, list | dict) else value for key, value in flat.items()
+    }
+    return {key: value for key, value in joined.items() if value not in ("", None)}
 
 
 def _show(found: dict[str, Any], as_json: bool) -> None:

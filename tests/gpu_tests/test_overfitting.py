@@ -13,8 +13,8 @@ import torch
 from torchstone import api
 from torchstone.config import load_config
 from torchstone.data.collate import collate
+from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.data.tokenize import Encoded
 from torchstone.models.weights import load_model
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.step import backward

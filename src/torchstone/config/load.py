@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_tree
-from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, Impossible, Range, check
+from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, Impossible, Job, Range, check
 from torchstone.errors import UsageError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -50,6 +50,7 @@ def load_config(
     path: str | Path | None = None,
     preset: str | None = None,
     overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    job: Job = "train",
 ) -> Config:
     """Reads preset, then file, then overrides (dotted keys or nested dictionaries), and checks the whole."""
     settings: dict[str, Setting] = {}
@@ -62,7 +63,7 @@ def load_config(
     settings = _later_wins(settings, _collect(flat))
     config = _build(settings)
     try:
-        check(config)
+        check(config, job)
     except Impossible as error:
         raise UsageError(_located(error.message, settings.get(error.key)), error.hint) from None
     return config
@@ -73,9 +74,9 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=_plain_dict)
 
 
-def from_dict(values: Mapping[str, Any]) -> Config:
+def from_dict(values: Mapping[str, Any], job: Job = "train") -> Config:
     """The inverse of `to_dict`, for a run's config.json."""
-    return load_config(overrides={key: value for key, value in values.items() if value is not None})
+    return load_config(overrides={key: value for key, value in values.items() if value is not None}, job=job)
 
 
 def preset_path(name: str) -> Path:

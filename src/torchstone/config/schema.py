@@ -32,6 +32,7 @@ class Range:
 
 
 Device = Literal["auto", "cpu", "cuda"]
+Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
@@ -85,29 +86,53 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: str | None = None
-    """JSONL file to train on, or demo:corpus, demo:chat for what the package makes itself."""
+    path: tuple[str, ...] | None = None
+    """What to train on: a file (JSONL, .gz, .zst, parquet), a folder, a glob, several with commas; or demo:corpus."""
+
+    weights: tuple[Positive, ...] = ()
+    """Shares of the samples that come from each path, in any unit; without them every row is seen once an epoch."""
+
+    format: tuple[Format, ...] = ("auto",)
+    """Shape of the rows, one for all paths or one for each; auto recognises it by the keys of the first row."""
 
     context_length: Count = 1024
-    """Longest sequence in tokens; with text and packing, the exact length of every row."""
+    """Longest sequence in tokens; with text and packing, the length of every row."""
+
+    max_samples: Count | None = None
+    """Rows taken of each path, from its beginning; by default all."""
 
     packing: bool = True
     """Put several documents or conversations in one row, kept apart by attention; otherwise pad."""
 
-    on_long_row: Literal["drop", "truncate"] = "drop"
-    """What becomes of a conversation longer than context_length; the number of them is printed either way."""
+    text_packing: Literal["stream", "best-fit"] = "stream"
+    """Rows of packed text: cut from one long stream of documents, or whole documents where they fit best."""
+
+    chat_template: str | None = None
+    """A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own template. It is saved with the model."""
+
+    train_on: str = "assistant"
+    """What of a conversation is trained: roles (assistant,tool), its last answer (last), all, or by message (flag)."""
+
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What a row that cannot be read or trained on does; skipped rows are counted and kept in a quarantine file."""
+
+    on_long_row: Literal["auto", "drop", "truncate", "split"] = "auto"
+    """What becomes of a row longer than context_length, counted; auto splits text and drops the others."""
 
     shuffle: bool = True
     """Draw samples in a random order that depends on training.seed and the epoch alone."""
 
-    validation_path: str | None = None
-    """JSONL file to validate on, or demo:heldout."""
+    validation_path: tuple[str, ...] | None = None
+    """What to validate on, as data.path; or demo:heldout."""
 
     validation_split: Fraction = 0.0
     """Share of data.path held out for validation, chosen by training.seed; never trained on."""
 
     cache_dir: str = "cache/datasets"
     """Where the tokenized data is kept, keyed by everything that decides its contents."""
+
+    prepare_workers: Workers | None = None
+    """Processes that tokenize; by default one a core, none for small files; 0 tokenizes in this process."""
 
     num_workers: Workers = 1
     """Threads that build micro-batches ahead of the step; 0 builds them in the training thread."""
@@ -268,6 +293,7 @@ NEW_MODEL_KEYS = (
     "model.tied", "model.rope_theta", "model.init_std", "model.tokenizer",
 )  # fmt: skip
 
+Job = Literal["train", "data"]
 DECAY_KINDS = ("norm", "bias", "embed", "head", "matrix")
 
 
@@ -279,10 +305,10 @@ class Impossible(UsageError):
         self.key = key
 
 
-def check(config: Config) -> None:
-    """What a type cannot say: values that contradict each other."""
+def check(config: Config, job: Job = "train") -> None:
+    """What a type cannot say: values that contradict each other. Looking at data needs a tokenizer, but no model."""
     model, data, training, optim = config.model, config.data, config.training, config.optim
-    if model.path is None and model.depth is None:
+    if model.path is None and model.depth is None and job == "train":
         raise Impossible(
             "model.depth", "nothing to train: neither model.path nor model.depth is set",
             "--model.path FOLDER starts from a Hugging Face model, --model.depth 4 makes a new one",
@@ -296,13 +322,22 @@ def check(config: Config) -> None:
                 )
     if model.path is None and model.tokenizer is None:
         raise Impossible(
-            "model.tokenizer", "a new model needs a tokenizer, and model.tokenizer is not set",
+            "model.tokenizer", "no tokenizer: neither model.tokenizer nor model.path is set",
             "--model.tokenizer FOLDER, or --model.tokenizer demo:tokenizer for the built-in one",
         )  # fmt: skip
-    if data.path is None:
+    if not data.path:
         raise Impossible(
             "data.path", "nothing to train on: data.path is not set",
             "--data.path FILE.jsonl, or --data.path demo:corpus for the built-in corpus",
+        )  # fmt: skip
+    if data.weights and len(data.weights) != len(data.path):
+        raise Impossible(
+            "data.weights", f"{len(data.weights)} data.weights for {len(data.path)} paths", "give one for each path"
+        )
+    if len(data.format) not in (1, len(data.path)):
+        raise Impossible(
+            "data.format", f"{len(data.format)} shapes in data.format for {len(data.path)} paths",
+            "give one for all, or one for each path",
         )  # fmt: skip
     if data.validation_path is not None and data.validation_split > 0:
         raise Impossible(

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchstone.data.encode import Encoded
 from torchstone.data.formats import IGNORED
-from torchstone.data.tokenize import Encoded
 
 PADDING = -1
 # Rows end at a multiple of this, so that kernels and compilers meet few shapes.
@@ -34,9 +34,13 @@ class MicroBatch(NamedTuple):
 
 
 def collate(rows: list[list[Encoded]], pad_id: int, length: int | None = None) -> MicroBatch:
-    """`rows` of sequences side by side, padded on the right to `length` or the longest row's bucket."""
+    """`rows` of sequences side by side, padded on the right to `length` or the longest row's bucket.
+
+    No rows at all are one row of padding: the part of a rank that has nothing left to do but must keep step.
+    """
+    rows = rows or [[]]
     longest = max(sum(len(sequence.ids) for sequence in row) for row in rows)
-    width = length or -(-longest // BUCKET) * BUCKET
+    width = length or max(1, -(-longest // BUCKET)) * BUCKET
     assert longest <= width, f"a row of {longest} tokens in a batch of {width}"
     ids: np.ndarray = np.full((len(rows), width), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORED)

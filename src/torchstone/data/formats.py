@@ -1,20 +1,42 @@
-"""The shapes a row may have, recognised by their keys.
+"""The shapes a row may have, recognised by their keys or named by `data.format`.
 
-A shape turns a row into one of three things: a text, a conversation, or ids with labels. All rows of a file have one
-shape; a row of another is an error that names its line, because mixing them by accident is how masks go wrong.
+A shape turns a row into one of four things: a text, a prompt and its completion, a conversation, or ids with labels.
+All rows of a source have one shape; a row of another is an error that names its line, because mixing them by accident
+is how masks go wrong.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchstone.data.sources import Row
-from torchstone.errors import DataError
+from torchstone.errors import UsageError
 
 IGNORED = -100
-Shape = Literal["text", "messages", "tokens"]
-KEYS: dict[str, Shape] = {"input_ids": "tokens", "messages": "messages", "text": "text"}
+Shape = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+Message = dict[str, Any]
+
+# The keys that make a shape, in the order in which they are looked for.
+KEYS: dict[Shape, tuple[str, ...]] = {
+    "tokens": ("input_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+    "document": ("document",),
+}
+PLAIN: tuple[Shape, ...] = ("text", "document")
+CHAT: tuple[Shape, ...] = ("messages", "sharegpt", "alpaca")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,45 +47,71 @@ class Tokens:
     labels: list[int]
 
 
+@dataclass(frozen=True)
+class Completion:
+    """A text that is read and one that must follow; no template comes between them."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`unmask` trains on all of it but the system message; `answers_from` leaves turns before that one untrained."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    unmask: bool = False
+    answers_from: int = 0
+
+
 def shape_of(row: Row) -> Shape:
-    for key, shape in KEYS.items():
-        if key in row.value:
+    for shape, keys in KEYS.items():
+        if all(key in row.value for key in keys):
             return shape
-    raise row.error(f"no known row shape: its keys are {', '.join(row.value) or 'none'}",
-                    f"a row has one of the keys {', '.join(KEYS)}")  # fmt: skip
+    raise row.error(
+        f"no known row shape: its keys are {', '.join(row.value) or 'none'}",
+        f"a row has {', or '.join(' and '.join(keys) for keys in KEYS.values())}; data.format names one",
+    )
 
 
-def text_of(row: Row) -> str:
-    if "text" not in row.value:
-        raise _wrong_shape(row, "text")
-    text = row.value["text"]
+def text_of(row: Row, shape: Shape) -> str:
+    _check_keys(row, shape)
+    (key,) = KEYS[shape]
+    text = row.value[key]
     if not isinstance(text, str):
-        raise row.error("text is not a string")
+        raise row.error(f"{key} is not a string")
     if not text:
-        raise row.error("text is empty")
+        raise row.error(f"{key} is empty")
     return _encodable(row, text)
 
 
-def messages_of(row: Row) -> list[dict[str, Any]]:
-    if "messages" not in row.value:
-        raise _wrong_shape(row, "messages")
-    messages = row.value["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise row.error("messages is empty or not a list")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise row.error(f"message {number} has no role")
-        if not isinstance(message.get("content"), str):
-            raise row.error(f"message {number} ({message['role']}) has no text content")
-        _encodable(row, message["content"])
-    if all(message["role"] != "assistant" for message in messages):
-        raise row.error("no assistant message: nothing in this row would be trained")
-    return messages
+def prompt_of(row: Row) -> Completion | Conversation:
+    """Strings are joined as they are; lists of messages are a conversation of which the completion is trained."""
+    _check_keys(row, "prompt")
+    prompt, completion = row.value["prompt"], row.value["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        if not completion:
+            raise row.error("completion is empty: nothing in this row would be trained")
+        whole = _conversation(row, [*prompt, *completion])
+        return Conversation(whole.messages, whole.tools, answers_from=len(whole.messages) - len(completion))
+    for key, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, str):
+            raise row.error(f"{key} is neither text nor, with the other, a list of messages")
+    if not completion:
+        raise row.error("completion is empty: nothing in this row would be trained")
+    return Completion(_encodable(row, prompt), _encodable(row, completion))
+
+
+def conversation_of(row: Row, shape: Shape) -> Conversation:
+    _check_keys(row, shape)
+    if shape == "alpaca":
+        return _conversation(row, _alpaca(row))
+    return _conversation(row, _turns(row) if shape == "sharegpt" else row.value["messages"])
 
 
 def tokens_of(row: Row, vocab_size: int) -> Tokens:
-    if "input_ids" not in row.value:
-        raise _wrong_shape(row, "tokens")
+    _check_keys(row, "tokens")
     ids = row.value["input_ids"]
     labels = row.value.get("labels", ids)
     for name, values in (("input_ids", ids), ("labels", labels)):
@@ -80,15 +128,158 @@ def tokens_of(row: Row, vocab_size: int) -> Tokens:
     return Tokens(ids, labels)
 
 
+def trained_messages(row: Row, conversation: Conversation, train_on: str) -> list[int]:
+    """Which messages are trained on: by role, the last answer, or as each message itself says (`train`, `weight`)."""
+    messages = conversation.messages
+    roles = ("assistant",) if train_on in ("last", "flag") else tuple(role.strip() for role in train_on.split(","))
+    chosen = [number for number, message in enumerate(messages) if message["role"] in roles]
+    if train_on == "last":
+        chosen = chosen[-1:]
+    if train_on == "flag":
+        flags = {
+            number: flag for number, message in enumerate(messages) if (flag := _flag(row, number, message)) is not None
+        }
+        chosen = sorted(
+            {*chosen, *(n for n, flag in flags.items() if flag)} - {n for n, flag in flags.items() if not flag}
+        )
+    chosen = [number for number in chosen if number >= conversation.answers_from]
+    if not chosen:
+        wanted = "no message is flagged for training" if train_on == "flag" else f"no {' or '.join(roles)} message"
+        raise row.error(f"{wanted}: nothing in this row would be trained")
+    return chosen
+
+
+def check_train_on(train_on: str) -> None:
+    """A misspelt choice would be taken for a role that no message has."""
+    for name in (part.strip() for part in train_on.split(",")):
+        near = difflib.get_close_matches(name, ("last", "all", "flag", *ROLES), n=1, cutoff=0.75)
+        if not name or (near and near[0] != name):
+            raise UsageError(
+                f"data.train_on {train_on!r} names no role or choice that is known",
+                f"did you mean {near[0]!r}? " if near else "it is all, last, flag, or roles such as assistant,tool",
+            )
+
+
+def _flag(row: Row, number: int, message: Message) -> bool | None:
+    flag = message.get("train", message.get("weight"))
+    if flag is not None and flag not in (0, 1):
+        raise row.error(f"message {number}: train is true or false (weight 0 or 1), not {flag!r}")
+    return None if flag is None else bool(flag)
+
+
+def _conversation(row: Row, messages: Any) -> Conversation:
+    if not isinstance(messages, list) or not messages:
+        raise row.error("messages is empty or not a list")
+    checked = [_message(row, number, message) for number, message in enumerate(messages)]
+    system = row.value.get("system")
+    if isinstance(system, str) and system and checked[0]["role"] != "system":
+        checked.insert(0, {"role": "system", "content": _encodable(row, system)})
+    unmask = row.value.get("unmask", False)
+    if not isinstance(unmask, bool):
+        raise row.error(f"unmask is true or false, not {unmask!r}")
+    return Conversation(checked, _tools(row), unmask)
+
+
+def _message(row: Row, number: int, message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+        raise row.error(f"message {number} has no role")
+    role = message["role"]
+    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75) if role not in ROLES else []
+    if near:
+        raise row.error(f"message {number} has the role {role!r}", f"did you mean {near[0]!r}?")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(row, number, content)
+        message = {**message, "content": content}
+    if content is None and (message.get("tool_calls") or message.get("function_call")):
+        return message
+    if not isinstance(content, str):
+        raise row.error(f"message {number} ({role}) has no text content")
+    _encodable(row, content)
+    return message
+
+
+def _joined(row: Row, number: int, parts: list[Any]) -> str:
+    """Content in parts, as it is written where a message may also hold images: the texts, joined."""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise row.error(f"message {number} has content that is not text")
+    return "".join(part["text"] for part in parts)
+
+
+def _tools(row: Row) -> list[Any] | None:
+    tools = row.value.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise row.error(f"tools is a string that is not JSON: {error}") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise row.error("tools is not a list")
+    return tools
+
+
+def _turns(row: Row) -> list[Message]:
+    turns = row.value["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise row.error("conversations is empty or not a list")
+    found = []
+    for number, turn in enumerate(turns):
+        if isinstance(turn, dict) and "role" in turn:
+            found.append(turn)
+            continue
+        said = turn.get("from") if isinstance(turn, dict) else None
+        if said not in SHAREGPT_ROLES:
+            raise row.error(
+                f"turn {number} is from {said!r}", f"it is one of {', '.join(SHAREGPT_ROLES)}, or has role and content"
+            )
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        found.append({"role": SHAREGPT_ROLES[said], "content": turn.get("value"), **rest})
+    return found
+
+
+def _alpaca(row: Row) -> list[Message]:
+    """Instruction and input are one question, apart by a blank line; `history` holds earlier questions and answers."""
+    value = row.value
+    for key in ("instruction", "output"):
+        if not isinstance(value[key], str):
+            raise row.error(f"{key} is not a string")
+    if not value["output"]:
+        raise row.error("output is empty: nothing in this row would be trained")
+    given = value.get("input") or ""
+    if not isinstance(given, str):
+        raise row.error("input is not a string")
+    turns = []
+    for pair in value.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise row.error("history is a list of pairs of question and answer")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    question = f"{value['instruction']}\n\n{given}" if given else value["instruction"]
+    return [*turns, {"role": "user", "content": question}, {"role": "assistant", "content": value["output"]}]
+
+
 def _encodable(row: Row, text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise row.error(f"half of a surrogate pair at character {error.start}: not text that can be written") from None
+    if text.isascii():
+        if "\0" not in text:
+            return text
+    else:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise row.error(
+                f"half of a surrogate pair at character {error.start}: not text that can be written"
+            ) from None
+    if "\0" in text:
+        raise row.error(f"a NUL at character {text.index(chr(0))} of a text")
     return text
 
 
-def _wrong_shape(row: Row, expected: Shape) -> DataError:
-    return row.error(
-        f"the rows before this one are of shape {expected!r}, this one has the keys {', '.join(row.value)}"
-    )
+def _check_keys(row: Row, shape: Shape) -> None:
+    missing = [key for key in KEYS[shape] if key not in row.value]
+    if missing:
+        raise row.error(
+            f"the rows of this source are of shape {shape!r}, this one has no {' and no '.join(missing)}: its keys are "
+            f"{', '.join(row.value) or 'none'}"
+        )

@@ -1,33 +1,37 @@
-"""The data of a run: from a file to the micro-batches of each optimizer step.
+"""The data of a run: from sources to the micro-batches of each optimizer step.
 
 A step's batch depends only on how many samples were drawn before it. So it can be built ahead in threads, and going on
-after a stop needs one number.
+after a stop, on any number of ranks, needs one number.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from torchstone.config.schema import Config
-from torchstone.data.cache import TokenCache, open_cache, shape_of_file
+from torchstone.config.schema import Config, DataConfig
+from torchstone.data.cache import BuildSettings, Source, TokenCache, find_source, open_cache
 from torchstone.data.collate import PADDING, MicroBatch, collate
-from torchstone.data.formats import Shape
+from torchstone.data.encode import Counts
+from torchstone.data.formats import PLAIN, Shape, check_train_on
 from torchstone.data.packing import Batching, Plan, batching
-from torchstone.data.sampler import InfiniteSampler
-from torchstone.data.samples import Samples, StreamRows, WholeSequences, split
-from torchstone.data.tokenize import Counts, Tokenizer
+from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
+from torchstone.data.samples import BestFitRows, Samples, StreamRows, WholeSequences, split, together
+from torchstone.data.tokenize import Tokenizer
 from torchstone.observe.console import Console
+
+ROWS_OF_TEXT, ROWS_OF_CHAT = 8, 4
 
 
 @dataclass
 class StepBatch:
-    """All micro-batches of one optimizer step, and the counts that every one of them is measured by."""
+    """One rank's micro-batches of an optimizer step, and the counts of the whole step that all ranks divide by."""
 
     micro_batches: list[MicroBatch]
     samples: int
@@ -44,15 +48,24 @@ class RunData:
     train: Samples
     validation: Samples | None
     batching: Batching
-    shape: Shape
+    shapes: list[Shape]
+    sizes: list[int]
+    weights: list[float]
     packed: bool
     fingerprint: str
     pad_id: int
     counts: Counts
 
-    def batches(self, config: Config, drawn: int, last_sample: int | None) -> Iterator[StepBatch]:
+    def sampler(self, seed: int, shuffle: bool, drawn: int = 0) -> Sampler:
+        if self.weights:
+            return MixedSampler(self.sizes, self.weights, seed, shuffle, drawn)
+        return InfiniteSampler(len(self.train), seed, shuffle, drawn)
+
+    def batches(
+        self, config: Config, drawn: int, last_sample: int | None, rank: int = 0, ranks: int = 1
+    ) -> Iterator[StepBatch]:
         """The steps' batches from sample `drawn` on; the last one may be smaller, so that `last_sample` is the end."""
-        sampler = InfiniteSampler(len(self.train), config.training.seed, config.data.shuffle, drawn)
+        sampler = self.sampler(config.training.seed, config.data.shuffle, drawn)
 
         def draws() -> Iterator[tuple[int, np.ndarray]]:
             while last_sample is None or sampler.drawn < last_sample:
@@ -62,65 +75,135 @@ class RunData:
                 yield first, sampler.take(size)
 
         def build(draw: tuple[int, np.ndarray]) -> StepBatch:
-            return self.step_batch(self.train, draw[1], draw[0])
+            return self.step_batch(self.train, draw[1], draw[0], rank, ranks)
 
         return _ahead(build, draws(), config.data.num_workers)
 
-    def validation_batches(self) -> Iterator[StepBatch]:
+    def validation_batches(self, rank: int = 0, ranks: int = 1) -> Iterator[StepBatch]:
         assert self.validation is not None
         size = self.batching.global_batch_size
         for at in range(0, len(self.validation), size):
             members = np.arange(at, min(at + size, len(self.validation)))
-            yield self.step_batch(self.validation, members, at)
+            yield self.step_batch(self.validation, members, at, rank, ranks)
 
-    def step_batch(self, samples: Samples, members: np.ndarray, first: int) -> StepBatch:
-        plan: Plan = self.batching.plan(members, samples.lengths)
+    def step_batch(self, samples: Samples, members: np.ndarray, first: int, rank: int = 0, ranks: int = 1) -> StepBatch:
+        plan: Plan = self.batching.plan(members, samples.lengths, ranks)
         micro_batches = [
-            collate([[s for i in row for s in samples.get(i)] for row in rows], self.pad_id) for rows in plan
+            collate([[s for i in row for s in samples.get(i)] for row in each[rank]], self.pad_id) for each in plan
         ]
-        tokens = int(samples.lengths[members].sum())
         return StepBatch(
             micro_batches,
             samples=len(members),
-            tokens=tokens,
+            tokens=int(samples.lengths[members].sum()),
             loss_tokens=int(samples.loss_tokens[members].sum()),
             padding=sum(int((batch.doc_ids == PADDING).sum()) for batch in micro_batches),
             first_sample=first,
         )
 
 
-def load_data(config: Config, tokenizer: Tokenizer, train: Path, validation: Path | None, console: Console) -> RunData:
+def load_data(
+    config: Config, tokenizer: Tokenizer, train: Sequence[str], validation: Sequence[str] | None, console: Console
+) -> RunData:
     """Tokenizes what is not tokenized yet and lays out the samples."""
-    data, training = config.data, config.training
-
-    def limit(shape: Shape) -> int | None:
-        return None if shape == "text" and data.packing else data.context_length
-
-    def opened(path: Path) -> TokenCache:
-        return open_cache(path, tokenizer, limit, data.on_long_row, Path(data.cache_dir), console)
-
-    def samples(cache: TokenCache, members: np.ndarray) -> Samples:
-        if cache.shape == "text" and data.packing:
-            return StreamRows(cache, members, data.context_length)
-        return WholeSequences(cache, members)
-
-    numbers = batching(training, shape_of_file(train), data.packing, data.context_length)
-    cache = opened(train)
-    chosen, held_out = split(len(cache), data.validation_split, training.seed)
-    validation_samples = samples(cache, held_out) if len(held_out) else None
+    data, seed = config.data, config.training.seed
+    sources = find_sources(data, train)
+    packed = data.packing and any(source.shape not in PLAIN for source in sources)
+    text = all(source.shape in PLAIN for source in sources)
+    numbers = batching(config.training, packed, data.context_length, ROWS_OF_TEXT if text else ROWS_OF_CHAT)
+    caches = [open_source(data, source, tokenizer, console) for source in sources]
+    chosen = [split(cache.origins, data.validation_split, seed) for cache in caches]
+    parts = [_samples(data, cache, members) for cache, (members, _) in zip(caches, chosen, strict=True)]
+    held_out = [_samples(data, cache, out) for cache, (_, out) in zip(caches, chosen, strict=True) if len(out)]
     if validation is not None:
-        other = opened(validation)
-        validation_samples = samples(other, np.arange(len(other)))
+        for source in find_sources(data, validation, validation=True):
+            cache = open_source(data, source, tokenizer, console)
+            held_out.append(_samples(data, cache, np.arange(len(cache))))
+    counts = Counts()
+    for cache in caches:
+        counts.add(cache.counts)
     return RunData(
-        train=samples(cache, chosen),
-        validation=validation_samples,
+        train=together(parts),
+        validation=together(held_out) if held_out else None,
         batching=numbers,
-        shape=cache.shape,
+        shapes=[source.shape for source in sources],
+        sizes=[len(part) for part in parts],
+        weights=list(data.weights),
         packed=data.packing,
-        fingerprint=cache.key,
+        fingerprint=_fingerprint(data, caches),
         pad_id=tokenizer.pad_id,
-        counts=cache.counts,
+        counts=counts,
     )
+
+
+def find_sources(
+    data: DataConfig, names: Sequence[str], validation: bool = False, look_only: bool = False
+) -> list[Source]:
+    """Where there is a shape for each path, those of the validation data are recognised."""
+    for_all = data.format[0] if len(data.format) == 1 else "auto"
+    forms = data.format if len(data.format) > 1 and not validation else (for_all,) * len(names)
+    return [
+        find_source(name, form, data.on_bad_row == "stop" and not look_only)
+        for name, form in zip(names, forms, strict=True)
+    ]
+
+
+def open_source(
+    data: DataConfig, source: Source, tokenizer: Tokenizer, console: Console, look_only: bool = False
+) -> TokenCache:
+    """The tokenized `source`; what became of its rows is said. One that is only looked at is never refused."""
+    check_train_on(data.train_on)
+    streamed = source.shape in PLAIN and data.packing and data.text_packing == "stream"
+    on_long = ("split" if source.shape in PLAIN else "drop") if data.on_long_row == "auto" else data.on_long_row
+    limit = None if streamed else data.context_length
+    recipe = tokenizer.recipe(source.shape, limit, "" if limit is None else on_long, data.train_on)
+    stop = data.on_bad_row == "stop" and not look_only
+    settings = BuildSettings(Path(data.cache_dir), data.prepare_workers, stop)
+    cache = open_cache(source, recipe, settings, console, data.max_samples, tokenizer.hf.backend_tokenizer)
+    if not look_only:
+        report_counts(cache, console)
+        cache.refuse_if_untrained()
+    return cache
+
+
+def report_counts(cache: TokenCache, console: Console) -> None:
+    counts, name = cache.counts, cache.source.title
+    share = 100 * counts.trained_tokens / max(1, counts.tokens)
+    console.say(f"{name}: {counts.rows} rows, {counts.tokens} tokens, {share:.1f} % of them trained on")
+    such_as = f", such as {', '.join(counts.examples[:3])}" if counts.examples else ""
+    for number, what in (
+        (counts.bad_rows, f"were bad and left out; they are in {cache.quarantine}"),
+        (
+            counts.dropped_long,
+            f"dropped, being longer than data.context_length{such_as} (data.on_long_row says otherwise)",
+        ),
+        (counts.truncated_long, f"cut to data.context_length{such_as}: {counts.cropped_tokens} tokens lost"),
+        (counts.split_long, f"cut into pieces of data.context_length{such_as}"),
+        (
+            counts.dropped_untrained,
+            f"(or pieces) dropped, nothing to train on being left within data.context_length{such_as}",
+        ),
+        (counts.untrained if cache.shape == "tokens" else 0, "have no label to learn from; they are kept"),
+    ):
+        if number:
+            console.warn(f"{name}: {number} of {counts.rows} rows {what}")
+    if counts.straddling_tokens:
+        console.warn(f"{name}: {counts.straddling_tokens} tokens lie across a prompt and its answer: trained on")
+
+
+def _samples(data: DataConfig, cache: TokenCache, members: np.ndarray) -> Samples:
+    if cache.shape in PLAIN and data.packing:
+        layout = StreamRows if data.text_packing == "stream" else BestFitRows
+        return layout(cache, members, data.context_length)
+    return WholeSequences(cache, members)
+
+
+def _fingerprint(data: DataConfig, caches: list[TokenCache]) -> str:
+    """Names the samples and their order: the contents of every source, and how they are laid out and mixed."""
+    decides = [cache.key for cache in caches]
+    if len(caches) == 1 and data.text_packing == "stream":
+        return decides[0]
+    decides += [data.text_packing, *map(str, data.weights)]
+    return hashlib.sha256("\0".join(decides).encode()).hexdigest()
 
 
 def _ahead(

@@ -1,6 +1,8 @@
-"""How the samples of one optimizer step become micro-batches.
+"""How the samples of one optimizer step become micro-batches, rank by rank.
 
-A plan is a list of micro-batches, a micro-batch a list of rows, a row a list of samples. It depends on lengths alone.
+A plan has rounds; in a round every data rank has one micro-batch, a list of rows, and a row is a list of samples. It
+depends on lengths alone: all ranks make the same plan without a word between them, and each takes its column. The
+samples of a step do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchstone.config.schema import TrainingConfig
-from torchstone.data.formats import Shape
+from torchstone.data.assignment import assign
 from torchstone.errors import UsageError
 
-Plan = list[list[list[int]]]
+Rows = list[list[int]]
+Plan = list[list[Rows]]
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,22 @@ class Batching:
     rows: int | None
     tokens: int | None
 
-    def plan(self, samples: np.ndarray, lengths: np.ndarray) -> Plan:
-        if self.tokens is None:
-            assert self.rows is not None
-            return [[[int(i)] for i in samples[at : at + self.rows]] for at in range(0, len(samples), self.rows)]
-        return [[row] for row in first_fit(samples, lengths, self.tokens)]
+    def plan(self, samples: np.ndarray, lengths: np.ndarray, ranks: int = 1) -> Plan:
+        """`lengths` are those of all samples. A rank with nothing left to do in a round has no rows in it."""
+        if self.tokens is not None:
+            rounds = assign(lengths[samples], self.tokens, ranks)
+            return [[[[int(samples[i]) for i in taken]] if taken else [] for taken in each] for each in rounds]
+        assert self.rows is not None
+        a_round = self.rows * ranks
+        return [
+            [[[int(i)] for i in part] for part in np.array_split(samples[at : at + a_round], ranks)]
+            for at in range(0, len(samples), a_round)
+        ]
 
 
-def batching(training: TrainingConfig, shape: Shape, packing: bool, context_length: int) -> Batching:
-    """The batch numbers that are given, and those that follow from them."""
-    packed_rows = packing and shape != "text"
-    if packed_rows:
+def batching(training: TrainingConfig, packed: bool, context_length: int, rows_by_default: int) -> Batching:
+    """The batch numbers that are given, and those that follow. `packed` says that samples share rows."""
+    if packed:
         return _packed(training, context_length)
     rows = training.batch_size
     if training.max_tokens_per_gpu is not None:
@@ -57,7 +65,7 @@ def batching(training: TrainingConfig, shape: Shape, packing: bool, context_leng
                 f"training.global_batch_size {total} cannot be cut into {accumulation} micro-steps of equal rows",
                 f"{rows} rows each make {-(-total // rows)}; leave out training.grad_accum_steps",
             )
-    rows = rows or min(total or 10**9, 8 if shape == "text" else 4)
+    rows = rows or min(total or 10**9, rows_by_default)
     total = total or rows * (accumulation or 1)
     return Batching(total, rows=rows, tokens=None)
 
@@ -75,21 +83,3 @@ def _packed(training: TrainingConfig, context_length: int) -> Batching:
         raise UsageError(f"training.max_tokens_per_gpu {limit} is less than data.context_length {context_length}",
                          "the longest row must fit in a micro-batch")  # fmt: skip
     return Batching(training.global_batch_size or 4, rows=None, tokens=limit)
-
-
-def first_fit(samples: np.ndarray, lengths: np.ndarray, limit: int) -> list[list[int]]:
-    """Longest first, each into the first row with room: every sample once, no row over `limit`."""
-    order = sorted(range(len(samples)), key=lambda at: (-int(lengths[samples[at]]), at))
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for at in order:
-        sample, length = int(samples[at]), int(lengths[samples[at]])
-        assert length <= limit, f"sample {sample} of {length} tokens does not fit in {limit}"
-        row = next((r for r, free in enumerate(room) if free >= length), None)
-        if row is None:
-            rows.append([])
-            room.append(limit)
-            row = len(rows) - 1
-        rows[row].append(sample)
-        room[row] -= length
-    return rows

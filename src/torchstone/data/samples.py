@@ -1,19 +1,27 @@
-"""What a sampler draws from: conversations as they are, or text cut into rows of one length.
+"""What a sampler draws from: conversations as they are, or text laid out in rows of one length.
 
-A sample is a list of sequences that share a row. Text with packing is one long stream of documents, cut every
-`context_length` tokens: nothing is dropped and no token is padding (but in the very last row); the price is that a
-document may be split, and that the first token of each piece has nothing to be predicted from (at most one token in
-`context_length`, and one a document).
+A sample is a list of sequences that share a row. Packed text comes in two layouts:
+
+- a stream, cut every `context_length` tokens: nothing is dropped and nothing is padding (but in the very last row); the
+  price is that most rows begin in the middle of a document;
+- best fit: every row begins with a document, and documents are put where they leave the least room. No document is cut
+  that fits in a row; the price is a little padding, well under one per cent where there are many documents.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from torchstone.atomic import locked
+from torchstone.data.assignment import best_fit_rows
 from torchstone.data.cache import TokenCache
-from torchstone.data.tokenize import Encoded
+from torchstone.data.encode import Encoded
 from torchstone.errors import DataError
 
 
@@ -33,8 +41,8 @@ class WholeSequences:
 
     def __init__(self, cache: TokenCache, members: np.ndarray) -> None:
         self.cache, self.members = cache, members
-        self.lengths = cache.lengths[members]
-        self.loss_tokens = cache.loss_tokens[members]
+        self.lengths = cache.lengths[members].astype(np.int64)
+        self.loss_tokens = cache.loss_tokens[members].astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -48,7 +56,7 @@ class StreamRows:
 
     def __init__(self, cache: TokenCache, members: np.ndarray, row_length: int) -> None:
         self.cache, self.members, self.row_length = cache, members, row_length
-        self.ends = np.cumsum(cache.lengths[members])
+        self.ends = np.cumsum(cache.lengths[members], dtype=np.int64)
         total = int(self.ends[-1]) if len(self.ends) else 0
         starts = np.arange(0, total, row_length)
         self.lengths: np.ndarray = np.diff(np.append(starts, total))
@@ -72,10 +80,84 @@ class StreamRows:
         return pieces
 
 
-def split(size: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which sequences are trained on and which are held out: a random choice that depends on the seed alone."""
-    held_out = max(1, round(size * share)) if share > 0 else 0
-    if held_out >= size:
-        raise DataError(f"data.validation_split {share:g} of {size} rows leaves none to train on")
-    order = np.random.default_rng([seed, 0x5EED]).permutation(size)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+class BestFitRows:
+    """Rows of at most `row_length` tokens of whole documents. The layout is kept beside the cache: it takes seconds."""
+
+    def __init__(self, cache: TokenCache, members: np.ndarray, row_length: int) -> None:
+        self.cache, self.row_length = cache, row_length
+        order, self.offsets = _layout(cache, members, row_length)
+        self.documents = members[order]
+        self.lengths: np.ndarray = _sums(cache.lengths[self.documents], self.offsets)
+        self.loss_tokens: np.ndarray = _sums(cache.loss_tokens[self.documents], self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def get(self, index: int) -> list[Encoded]:
+        row = self.documents[self.offsets[index] : self.offsets[index + 1]]
+        return [self.cache.sequence(int(document)) for document in row]
+
+
+class Together:
+    """The samples of several sources, numbered through."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+        self.lengths: np.ndarray = np.concatenate([part.lengths for part in parts])
+        self.loss_tokens: np.ndarray = np.concatenate([part.loss_tokens for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def get(self, index: int) -> list[Encoded]:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        part = self.parts[number]
+        return part.get(index - int(self.ends[number]) + len(part))
+
+
+def together(parts: Sequence[Samples]) -> Samples:
+    return parts[0] if len(parts) == 1 else Together(parts)
+
+
+def split(origins: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which sequences are trained on and which are held out: a random choice that depends on the seed alone.
+
+    Rows are chosen, not sequences: the pieces of one long row are all on one side.
+    """
+    everything = np.arange(len(origins))
+    if share <= 0:
+        return everything, everything[:0]
+    row_of = np.cumsum(np.concatenate(([0], np.diff(origins) != 0)))
+    count = int(row_of[-1]) + 1
+    held_out = max(1, round(count * share))
+    if held_out >= count:
+        raise DataError(f"data.validation_split {share:g} of {count} rows leaves none to train on")
+    chosen: np.ndarray = np.zeros(count, dtype=bool)
+    chosen[np.random.default_rng([seed, 0x5EED]).permutation(count)[:held_out]] = True
+    return everything[~chosen[row_of]], everything[chosen[row_of]]
+
+
+def _layout(cache: TokenCache, members: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+    name = hashlib.sha256(members.tobytes()).hexdigest()[:16]
+    path = cache.folder / f"rows-{row_length}-{name}.npy"
+    if not path.is_file():
+        with locked(cache.folder / f"{path.stem}.lock"):
+            if not path.is_file():
+                order, offsets = best_fit_rows(cache.lengths[members].astype(np.int64), row_length)
+                _save(path, np.concatenate([[len(order)], order, offsets]))
+    kept: np.ndarray = np.load(path, mmap_mode="r")
+    return kept[1 : 1 + kept[0]], kept[1 + kept[0] :]
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        np.save(file, array)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return np.diff(np.concatenate(([0], np.cumsum(values, dtype=np.int64)))[offsets])

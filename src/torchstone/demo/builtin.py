@@ -32,10 +32,10 @@ TEMPLATE = (
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 
 
-def data_file(name: str, cache_dir: Path) -> Path:
-    """The file that a data path means; only `demo:` names are made here."""
+def data_file(name: str, cache_dir: Path) -> str:
+    """The file, folder or pattern that a data path means; only `demo:` names are made here."""
     if not name.startswith(PREFIX):
-        return Path(name)
+        return name
     kind = name.removeprefix(PREFIX)
     if kind not in DATA:
         raise UsageError(f"no built-in data {name!r}", f"there are {', '.join(PREFIX + known for known in DATA)}")
@@ -44,7 +44,7 @@ def data_file(name: str, cache_dir: Path) -> Path:
         with atomic.locked(path.with_name(f"{path.name}.lock")):
             if not path.is_file():
                 atomic.write_text(path, "".join(json.dumps(row) + "\n" for row in DATA[kind]()))
-    return path
+    return str(path)
 
 
 def tokenizer_folder(name: str, cache_dir: Path) -> Path:

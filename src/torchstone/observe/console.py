@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+# Where there is no bar, work that takes long says so this often.
+LINE_SECONDS = 10.0
 
 
 class Eta:
@@ -49,6 +54,12 @@ def bar_text(values: dict[str, Any], total: int | None, eta: str) -> str:
     )
 
 
+def progress_text(done: int, total: int, seconds: float) -> str:
+    speed = done / max(seconds, 1e-9)
+    left = clock((total - done) / speed) if done else "-"
+    return f"{100 * done / max(1, total):.0f} % of {total / 1e6:,.0f} MB, {speed / 1e6:,.1f} MB/s, ETA {left}"
+
+
 class Console:
     """`say` is for things that happen once; `step` for every step."""
 
@@ -76,6 +87,34 @@ class Console:
             )
             self._progress.start()
             self._task = self._progress.add_task("", total=total, completed=done, state="")
+
+    @contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+        """For work of `total` bytes: a function to call with those done and a note. A bar, or a line now and then."""
+        began = last = time.monotonic()
+
+        def line(done: int, note: str) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if self.style == "lines" and now - last >= LINE_SECONDS:
+                last = now
+                self.say(f"{title}: {progress_text(done, total, now - began)}, {note}")
+
+        if self.style != "bar":
+            yield line
+            return
+        with Progress(
+            TextColumn(title, markup=False), BarColumn(bar_width=16), TextColumn("{task.fields[state]}", markup=False),
+            console=self._rich,
+        ) as bar:  # fmt: skip
+            task = bar.add_task("", total=total, state="")
+
+            def draw(done: int, note: str) -> None:
+                bar.update(
+                    task, completed=done, state=f"{progress_text(done, total, time.monotonic() - began)}, {note}"
+                )
+
+            yield draw
 
     def step(self, values: dict[str, Any]) -> None:
         eta = self._eta.after(values["step"])

@@ -39,7 +39,7 @@ def assemble(config: Config, console: Console) -> Run:
     source = checkpoint or (resolve_model_folder(config.model.path) if config.model.path else None)
     if source is not None:
         read_shape(source)
-    tokenizer = load_tokenizer(checkpoint or tokenizer_path(config, source))
+    tokenizer = load_tokenizer(checkpoint or tokenizer_path(config, source), config.data.chat_template)
     data = open_data(config, tokenizer, console)
     identified = identity(config, data)
     progress = Progress()
@@ -64,9 +64,10 @@ def assemble(config: Config, console: Console) -> Run:
 
 def open_data(config: Config, tokenizer: Tokenizer, console: Console) -> RunData:
     assert config.data.path is not None
-    train = data_file(config.data.path, Path(config.data.cache_dir))
+    cache_dir = Path(config.data.cache_dir)
+    train = [data_file(name, cache_dir) for name in config.data.path]
     other = config.data.validation_path
-    validation = None if other is None else data_file(other, Path(config.data.cache_dir))
+    validation = None if other is None else [data_file(name, cache_dir) for name in other]
     return load_data(config, tokenizer, train, validation, console)
 
 

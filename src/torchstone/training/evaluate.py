@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchstone.config.schema import Config
-from torchstone.data.formats import messages_of
+from torchstone.data.formats import CHAT, Shape, conversation_of
 from torchstone.data.loader import load_data
 from torchstone.data.sources import read_rows
 from torchstone.data.tokenize import Tokenizer
@@ -25,29 +24,32 @@ def evaluate_file(
     decoder: Decoder,
     tokenizer: Tokenizer,
     config: Config,
-    path: Path,
+    path: str,
     device: torch.device,
     questions: int | None,
     console: Console,
 ) -> dict[str, Any]:
     """`loss` per token, `tokens` it was taken over, and for conversations `exact_match` over `questions` rows."""
-    data = load_data(config, tokenizer, path, None, console)
+    data = load_data(config, tokenizer, [path], None, console)
     everything = np.arange(len(data.train))
     size = data.batching.global_batch_size
     batches = (data.step_batch(data.train, everything[at : at + size], at) for at in range(0, len(everything), size))
     loss, tokens = mean_loss(decoder, batches, data.packed, device)
-    found: dict[str, Any] = {"data": str(path), "loss": loss, "tokens": tokens, "samples": len(everything)}
+    found: dict[str, Any] = {"data": path, "loss": loss, "tokens": tokens, "samples": len(everything)}
     found["dropped_rows"] = data.counts.dropped
-    if data.shape == "messages" and questions != 0:
-        found |= exact_match(decoder, tokenizer, path, questions)
+    (shape,) = data.shapes
+    if shape in CHAT and questions != 0:
+        found |= exact_match(decoder, tokenizer, path, shape, questions)
     return found
 
 
-def exact_match(decoder: Decoder, tokenizer: Tokenizer, path: Path, questions: int | None) -> dict[str, Any]:
+def exact_match(
+    decoder: Decoder, tokenizer: Tokenizer, path: str, shape: Shape, questions: int | None
+) -> dict[str, Any]:
     """Greedy answers to all but the last message of each row, compared with that last message."""
     asked = []
     for row in read_rows(path):
-        messages = messages_of(row)
+        messages = conversation_of(row, shape).messages
         if messages[-1]["role"] == "assistant":
             asked.append((messages[:-1], messages[-1]["content"]))
         if questions is not None and len(asked) == questions:

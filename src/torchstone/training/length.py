@@ -12,8 +12,9 @@ import numpy as np
 
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.loader import RunData
-from torchstone.data.sampler import InfiniteSampler
 from torchstone.training.state import Progress
+
+DRAWS_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,17 @@ def run_length(training: TrainingConfig, data: RunData, shuffle: bool, progress:
 
 
 def _samples_for(tokens: int, data: RunData, seed: int, shuffle: bool) -> int:
-    """Samples after which at least `tokens` tokens have been seen."""
-    size = len(data.train)
+    """Samples after which at least `tokens` tokens have been seen. Without weights every whole epoch has the same."""
+    sampler = data.sampler(seed, shuffle)
     per_epoch = int(data.train.lengths.sum())
-    epoch, rest = divmod(tokens, per_epoch)
-    if rest == 0:
-        return epoch * size
-    seen = np.cumsum(data.train.lengths[InfiniteSampler(size, seed, shuffle).order(epoch)])
-    return epoch * size + int(np.searchsorted(seen, rest)) + 1
+    epochs, rest = (0, tokens) if data.weights else divmod(tokens, per_epoch)
+    sampler.drawn = epochs * sampler.size
+    while rest > 0:
+        seen = np.cumsum(data.train.lengths[sampler.take(DRAWS_AT_A_TIME)])
+        if seen[-1] >= rest:
+            return sampler.drawn - DRAWS_AT_A_TIME + int(np.searchsorted(seen, rest)) + 1
+        rest -= int(seen[-1])
+    return sampler.drawn
 
 
 def crossed(before: float, after: float, every: float | None) -> bool:
