@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of
+from hypothesis import strategies as st
 from torch import nn
 
 from tiny import make_llama
@@ -100,6 +103,35 @@ class TestGradientStep:
         one_by_one = gradients_of(model, batch_of([[[s]] for s in eight]), packed=False)
         uneven = gradients_of(model, batch_of([[eight[:1]], [eight[1:3], eight[3:4]], [eight[4:]]]), packed=True)
         for loss, gradients in (padded, one_by_one, uneven):
+            assert loss == pytest.approx(one_row[0], rel=1e-6)
+            assert ((gradients - one_row[1]).norm() / one_row[1].norm()).item() < 2e-6
+
+    @settings_of(
+        deadline=None,
+        max_examples=25,
+        derandomize=True,
+        # The model is not changed by taking gradients of it.
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    @given(
+        lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+        masked=st.sampled_from([0.0, 0.5, 0.9]),
+        seed=st.integers(0, 1000),
+    )
+    def test_for_any_batch_packed_is_padded_is_one_by_one(
+        self, model: Model, lengths: list[int], masked: float, seed: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        found = []
+        for length in lengths:
+            ids = rng.integers(0, 448, length)
+            found.append(Encoded(ids, np.where(rng.random(length) < masked, -100, ids)))
+        found.append(Encoded(np.array([5, 6]), np.array([5, 6])))
+        one_row = gradients_of(model, batch_of([[found]]), packed=True)
+        padded = gradients_of(model, batch_of([[[s] for s in found]]), packed=False)
+        one_by_one = gradients_of(model, batch_of([[[s]] for s in found]), packed=False)
+        with_an_idle_rank = gradients_of(model, batch_of([[found], []]), packed=True)
+        for loss, gradients in (padded, one_by_one, with_an_idle_rank):
             assert loss == pytest.approx(one_row[0], rel=1e-6)
             assert ((gradients - one_row[1]).norm() / one_row[1].norm()).item() < 2e-6
 

@@ -282,7 +282,8 @@ class Encoder:
             return []
         starts = range(0, size, limit) if self.recipe.on_long_row == "split" else (0,)
         pieces = [sequence.part(start, start + limit) for start in starts]
-        kept = [piece for piece in pieces if piece.loss_tokens > 0]
+        # Of a text nothing is lost, not even a last token that no other predicts.
+        kept = [piece for piece in pieces if piece.loss_tokens > 0 or self.recipe.shape in PLAIN]
         self.counts.dropped_untrained += len(pieces) - len(kept)
         self.counts.cropped_tokens += size - sum(len(piece.ids) for piece in kept)
         if kept:
