@@ -54,7 +54,7 @@ class TestTexts:
         rng = random.Random(6)
         letters = "aeinrst AB'' \n\t.,-!(0123é日本한слß"
         texts = ["".join(rng.choices(letters, k=rng.randint(1, 80))) for _ in range(1000)]
-        found = [words.encode(text) for text in texts]
+        found = words.encode_batch(texts)
         whole = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
         assert [ids for ids in found if ids is not None] == [
             ids for ids, known in zip(whole, found, strict=True) if known is not None

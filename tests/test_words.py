@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import regex
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from torchstone.data.words import CL100K, GPT2, O200K, QWEN2, SETTLED, word_encoder
 from torchstone.demo.corpus import corpus_rows
@@ -52,13 +52,17 @@ def test_ids_are_the_tokenizers_own(pattern: str | None) -> None:
     rng = random.Random(0)
     texts = list(TEXTS)
     texts += ["".join(rng.choices(PIECES, k=rng.randint(1, 30))) for _ in range(500)]
+    special = [*PIECES, "<|end|>", "<|end|><|end|>", " <|end|> ", "<|end|>\n", "<|en", "|>"]
+    texts += ["".join(rng.choices(special, k=rng.randint(1, 30))) for _ in range(500)]
     texts += ["".join(rng.choices(SETTLED_CHARACTERS, k=rng.randint(1, 60))) for _ in range(500)]
     texts += ["".join(rng.choices(SETTLED_CHARACTERS[:98], k=rng.randint(1, 60))) for _ in range(500)]
-    done = [encoder.encode(text) for text in texts]
+    done = encoder.encode_batch(texts)
     assert sum(ids is None for ids in done) < 0.05 * len(texts)
     for text, ids in zip(texts, done, strict=True):
         if ids is not None:
-            assert ids == backend.encode(text, add_special_tokens=False).ids, repr(text)
+            encoding = backend.encode(text, add_special_tokens=False)
+            assert ids == encoding.ids, repr(text)
+            assert encoder.offsets(text, ids).tolist() == [list(pair) for pair in encoding.offsets], repr(text)
 
 
 def test_every_settled_character_is_cut_as_the_tokenizer_cuts_it() -> None:
@@ -68,18 +72,25 @@ def test_every_settled_character_is_cut_as_the_tokenizer_cuts_it() -> None:
     assert encoder is not None
     for at in range(0, len(SETTLED_CHARACTERS), 200):
         text = "".join(f"a{c}b {c}1{c} {c}{c}\n" for c in SETTLED_CHARACTERS[at : at + 200])
-        ids = encoder.encode(text)
+        (ids,) = encoder.encode_batch([text])
         assert ids is None or ids == backend.encode(text, add_special_tokens=False).ids
-    assert encoder.encode("plain words, é and 日本") is not None
+    assert encoder.encode_batch(["plain words, é and 日本"]) != [None]
 
 
 @pytest.mark.parametrize(
-    "text", ["a\x1cb", "a\x85b", "\u017f", "x\u0301", "\U0001f600", "\u1cf2", "a<|end|>b", "e\u0301"]
+    "text", ["a\x1cb", "a\x85b", "\u017f", "x\u0301", "\U0001f600", "\u1cf2", "a<|strip|>b", "a KATO b", "e\u0301"]
 )
 def test_what_could_differ_is_left_to_the_tokenizer(text: str) -> None:
-    encoder = word_encoder(tokenizer(CL100K))
+    backend = tokenizer(CL100K)
+    backend.add_special_tokens([AddedToken("<|strip|>", lstrip=True)])
+    backend.add_tokens(["KATO"])
+    encoder = word_encoder(backend)
     assert encoder is not None
-    assert encoder.encode(text) is None
+    assert encoder.encode_batch(["fine", text, "fine"]) == [
+        *encoder.encode_batch(["fine"]),
+        None,
+        backend.encode("fine").ids,
+    ]
 
 
 def test_other_tokenizers_are_left_alone() -> None:
@@ -98,7 +109,7 @@ def test_a_normalizer_that_changes_nothing_settled_is_no_hindrance() -> None:
     backend = tokenizer(QWEN2, normalizers.NFC())
     encoder = word_encoder(backend)
     assert encoder is not None
-    assert encoder.encode("Straße 12 é") == backend.encode("Straße 12 é").ids
+    assert encoder.encode_batch(["Straße 12 é"])[0] == backend.encode("Straße 12 é").ids
 
 
 def test_remembered_words_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +122,8 @@ def test_remembered_words_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatc
     rng = random.Random(1)
     for _ in range(200):
         text = " ".join("".join(rng.choices("abcdefgh", k=5)) for _ in range(4))
-        assert encoder.encode(text) in (None, backend.encode(text).ids)
-        assert len(encoder._known) <= 20
+        assert encoder.encode_batch([text]) == [backend.encode(text).ids]
+        assert len(encoder._known) <= 25
 
 
 def test_patterns_compile_in_both_engines() -> None:

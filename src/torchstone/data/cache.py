@@ -146,10 +146,9 @@ def find_source(name: str, form: str = "auto", stop_on_bad_row: bool = True) -> 
 
 
 def open_cache(
-    source: Source, recipe: Recipe, settings: BuildSettings, console: Console, max_rows: int | None = None,
-    backend: Any = None,
-) -> TokenCache:  # fmt: skip
-    """The cache of `source`, built first where it is not there yet. `backend` is the recipe's tokenizer, if at hand."""
+    source: Source, recipe: Recipe, settings: BuildSettings, console: Console, max_rows: int | None = None
+) -> TokenCache:
+    """The cache of `source`, built first where it is not there yet."""
     key = _key(source, recipe, max_rows, settings.cache_dir)
     folder = settings.cache_dir / key[:32]
     if not _is_whole(folder):
@@ -158,7 +157,7 @@ def open_cache(
             if not _is_whole(folder):
                 if folder.exists():
                     console.warn(f"{folder} is damaged; building it again")
-                _Build(source, recipe, settings, console, max_rows, backend, key, folder).run()
+                _Build(source, recipe, settings, console, max_rows, key, folder).run()
     else:
         console.say(f"using the tokenized {source.name} in {folder}")
     cache = TokenCache(folder, source)
@@ -183,10 +182,10 @@ class _Build:
 
     def __init__(
         self, source: Source, recipe: Recipe, settings: BuildSettings, console: Console, max_rows: int | None,
-        backend: Any, key: str, final: Path,
+        key: str, final: Path,
     ) -> None:  # fmt: skip
         self.source, self.recipe, self.settings, self.console = source, recipe, settings, console
-        self.max_rows, self.backend, self.key, self.final = max_rows, backend, key, final
+        self.max_rows, self.key, self.final = max_rows, key, final
         self.work = hidden(final, "partial")
         self.counts, self.position = Counts(), Position()
         self.checksums = dict.fromkeys(FILES, 0)
@@ -253,7 +252,7 @@ class _Build:
         # A template's time limit needs a main thread; a process always has one.
         here = threading.current_thread() is threading.main_thread() and left < BYTES_FOR_WORKERS
         if here or self.settings.workers == 0:
-            encoder = Encoder(self.recipe, self.backend)
+            encoder = Encoder(self.recipe)
             for chunk in todo:
                 yield chunk, encoder.chunk(chunk)
             return

@@ -130,10 +130,9 @@ class Part:
 class Encoder:
     """Chunks to parts, by a recipe."""
 
-    def __init__(self, recipe: Recipe, backend: Any = None) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.counts = Counts()
-        self._backend = backend
 
     def chunk(self, chunk: Chunk) -> Part:
         self.counts = Counts()
@@ -204,9 +203,9 @@ class Encoder:
         end = self.recipe.eos_id
         assert end is not None
         before, after = self._around
-        by_word = [self._words.encode(text) if self._words is not None else None for text in texts]
+        by_word = self._by_word(texts)
         whole = [text for text, known in zip(texts, by_word, strict=True) if known is None]
-        others = iter(self.backend.encode_batch(whole, add_special_tokens=False))
+        others = iter(self.backend.encode_batch_fast(whole, add_special_tokens=False))
         for known in by_word:
             ids = before + (next(others).ids if known is None else known) + after
             array = np.array(ids if ids[-1:] == [end] else [*ids, end], dtype=np.int64)
@@ -238,10 +237,8 @@ class Encoder:
     def _conversations(self, good: list[Row], found: list[Any]) -> Iterable[Encoded | BadRow]:
         """A conversation comes with its special tokens; around a prompt and completion the tokenizer puts its own."""
         texts = [v.prompt + v.completion if isinstance(v, Completion) else v.text for v in found]
-        encodings = self.backend.encode_batch(texts, add_special_tokens=False) if texts else []
-        for row, value, encoding in zip(good, found, encodings, strict=True):
-            ids = np.array(encoding.ids, dtype=np.int64)
-            offsets = np.array(encoding.offsets).reshape(-1, 2)
+        for row, value, (listed, offsets) in zip(good, found, self._with_offsets(texts), strict=True):
+            ids = np.array(listed, dtype=np.int64)
             if isinstance(value, Completion):
                 trained = self._trained(offsets, [(len(value.prompt), len(value.prompt) + len(value.completion))])
                 ids, trained = self._completed(ids, trained)
@@ -251,6 +248,20 @@ class Encoder:
                 yield Encoded(ids, np.where(trained, ids, IGNORED))
             else:
                 yield row.error("no token of this row would be trained")
+
+    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[list[int], np.ndarray]]:
+        by_word = self._by_word(texts)
+        whole = [text for text, known in zip(texts, by_word, strict=True) if known is None]
+        others = iter(self.backend.encode_batch(whole, add_special_tokens=False))
+        for text, known in zip(texts, by_word, strict=True):
+            if known is not None and self._words is not None:
+                yield known, self._words.offsets(text, known)
+            else:
+                encoding = next(others)
+                yield encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def _by_word(self, texts: list[str]) -> list[list[int] | None]:
+        return [None] * len(texts) if self._words is None else self._words.encode_batch(texts)
 
     def _completed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         before, after = self._around
@@ -304,11 +315,12 @@ class Encoder:
 
     @cached_property
     def backend(self) -> Any:
-        if self._backend is not None:
-            return self._backend
+        """The tokenizer without what it puts around a text and without its trimming of offsets, which hides spaces."""
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_str(self.recipe.tokenizer)
+        backend = Tokenizer.from_str(self.recipe.tokenizer)
+        backend.post_processor = None
+        return backend
 
     @cached_property
     def _words(self) -> WordEncoder | None:
@@ -326,8 +338,11 @@ class Encoder:
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """What the tokenizer itself puts before and after a text, such as a beginning of text."""
-        plain = self.backend.encode("a", add_special_tokens=False).ids
-        special = self.backend.encode("a", add_special_tokens=True).ids
+        from tokenizers import Tokenizer
+
+        whole = Tokenizer.from_str(self.recipe.tokenizer)
+        plain = whole.encode("a", add_special_tokens=False).ids
+        special = whole.encode("a", add_special_tokens=True).ids
         at = next(n for n in range(len(special)) if special[n : n + len(plain)] == plain)
         return special[:at], special[at + len(plain) :]
 

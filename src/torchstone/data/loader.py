@@ -158,7 +158,7 @@ def open_source(
     recipe = tokenizer.recipe(source.shape, limit, "" if limit is None else on_long, data.train_on)
     stop = data.on_bad_row == "stop" and not look_only
     settings = BuildSettings(Path(data.cache_dir), data.prepare_workers, stop)
-    cache = open_cache(source, recipe, settings, console, data.max_samples, tokenizer.hf.backend_tokenizer)
+    cache = open_cache(source, recipe, settings, console, data.max_samples)
     if not look_only:
         report_counts(cache, console)
         cache.refuse_if_untrained()

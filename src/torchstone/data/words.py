@@ -3,18 +3,20 @@
 A byte-level tokenizer cuts a text into words by a pattern and encodes every word by itself, so a text is its words'
 ids one after another. Nearly all words of a text have been seen before: looking them up is more than twice as fast as
 encoding the text (benchmarks/data). The ids are the tokenizer's own, word by word. Where this could differ in the least
-from encoding the text as a whole, it is not done: other kinds of tokenizer, patterns not listed here, texts with
-special tokens in them, and characters whose class may depend on the version of the Unicode tables.
+from encoding the text as a whole, it is not done: other kinds of tokenizer, patterns not listed here, and characters
+whose class may depend on the version of the Unicode tables.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from functools import cached_property
 from itertools import chain
 from typing import Any
 from unicodedata import is_normalized
 
+import numpy as np
 import regex
 
 # The patterns of the families in use, as their tokenizer.json has them.
@@ -48,37 +50,72 @@ REMEMBERED = 1 << 20
 
 
 class WordEncoder:
-    """Texts to ids by way of their words; `None` for a text that must be encoded as a whole."""
+    """Texts to ids by way of their words; `None` for a text that must be encoded as a whole.
 
-    def __init__(self, backend: Any, pattern: str, special: list[str]) -> None:
+    `special` tokens are cut out of a text before it is cut into words; a text with a `refused` one is not done here.
+    """
+
+    def __init__(self, backend: Any, pattern: str, special: dict[str, int], refused: list[str]) -> None:
         self._backend = backend
         self._words = regex.compile(pattern)
         self._ascii_words = re.compile(_for_ascii(pattern))
-        self._special = regex.compile("|".join(regex.escape(token) for token in special)) if special else None
-        self._known: dict[str, list[int]] = {}
+        self._special = special
+        self._cut, self._refused = _any_of(list(special)), _any_of(refused)
+        self._known: dict[str, list[int]] = {token: [i] for token, i in special.items()}
 
-    def encode(self, text: str) -> list[int] | None:
+    def encode_batch(self, texts: list[str]) -> list[list[int] | None]:
+        """The ids of every text. All the words that are new in them are learned at once."""
+        cut = [self._cut_up(text) for text in texts]
+        if len(self._known) > REMEMBERED:
+            self._known = {token: [i] for token, i in self._special.items()}
+        known = self._known
+        unknown = dict.fromkeys(word for words in cut if words is not None for word in words if word not in known)
+        alone = self._learn(list(unknown))
+        return [
+            list(chain.from_iterable(map(known.__getitem__, words)))
+            if words is not None and (alone or all(word in known for word in words))
+            else None
+            for words in cut
+        ]
+
+    def offsets(self, text: str, ids: list[int]) -> np.ndarray:
+        """Where in `text` each of its tokens begins and ends, in characters: an array of pairs.
+
+        A token is a run of bytes, so their lengths added up are where they end.
+        """
+        sizes = self._sizes[ids]
+        ends = np.cumsum(sizes)
+        if text.isascii():
+            return np.stack([ends - sizes, ends], axis=1)
+        starts_character = (np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0) != 0x80
+        character = np.cumsum(starts_character) - 1
+        return np.stack([character[ends - sizes], character[ends - 1] + 1], axis=1)
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        """The bytes of every token; in a byte-level vocabulary each is written as one letter."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        sizes: np.ndarray = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+        for token, i in vocabulary.items():
+            sizes[i] = len(token.encode()) if token in self._special else len(token)
+        return sizes
+
+    def _cut_up(self, text: str) -> list[str] | None:
+        """The words of a text, its special tokens among them."""
         if SETTLED.fullmatch(text) is None or not is_normalized("NFC", text):
             return None
-        if self._special is not None and self._special.search(text):
+        if self._refused is not None and self._refused.search(text):
             return None
-        words = (self._ascii_words if text.isascii() else self._words).findall(text)
-        try:
-            return list(chain.from_iterable(map(self._known.__getitem__, words)))
-        except KeyError:
-            if not self._learn([word for word in dict.fromkeys(words) if word not in self._known]):
-                return None
-            return list(chain.from_iterable(map(self._known.__getitem__, words)))
+        find = (self._ascii_words if text.isascii() else self._words).findall
+        if self._cut is None or self._cut.search(text) is None:
+            return find(text)
+        return list(chain.from_iterable([p] if p in self._special else find(p) for p in self._cut.split(text)))
 
     def _learn(self, words: list[str]) -> bool:
         """A word that the tokenizer itself would cut again does not stand alone: texts with it are not done here."""
-        if len(self._known) > REMEMBERED:
-            self._known.clear()
-            return False
-        cut = self._backend.pre_tokenizer.pre_tokenize_str
-        alone = [word for word in words if len(cut(word)) == 1]
-        encodings = self._backend.encode_batch(alone, add_special_tokens=False)
-        self._known.update((word, encoding.ids) for word, encoding in zip(alone, encodings, strict=True))
+        encodings = self._backend.encode_batch(words, add_special_tokens=False)
+        alone = [(word, e.ids) for word, e in zip(words, encodings, strict=True) if e.word_ids[-1] == 0]
+        self._known.update(alone)
         return len(alone) == len(words)
 
 
@@ -92,7 +129,19 @@ def word_encoder(backend: Any) -> WordEncoder | None:
         return None
     if model.get("end_of_word_suffix") or model.get("continuing_subword_prefix"):
         return None
-    return WordEncoder(backend, pattern, [token["content"] for token in settings["added_tokens"]])
+    special, refused = {}, []
+    for token in settings["added_tokens"]:
+        if any(token[key] for key in ("single_word", "lstrip", "rstrip", "normalized")):
+            refused.append(token["content"])
+        else:
+            special[token["content"]] = token["id"]
+    return WordEncoder(backend, pattern, special, refused)
+
+
+def _any_of(tokens: list[str]) -> re.Pattern[str] | None:
+    """The longest of them that begins at a place."""
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if tokens else None
 
 
 def _for_ascii(pattern: str) -> str:
