@@ -336,6 +336,10 @@ class TestRanks:
 
     def test_weights_are_shares_of_the_samples(self, tokenizer: Tokenizer, files: list[Path], tmp_path: Path) -> None:
         data, config = run_data(tokenizer, files, tmp_path, data__weights=[1, 3], training__global_batch_size=40)
+        assert data.mixture(4000) == [
+            f"chat.jsonl: 25.0 % of the samples, each seen {1000 / data.sizes[0]:.2f} times",
+            f"text.jsonl: 75.0 % of the samples, each seen {3000 / data.sizes[1]:.2f} times",
+        ]
         sampler = data.sampler(config.training.seed, True)
         for _ in range(5):
             assert (sampler.take(40) < data.sizes[0]).sum() == 10

@@ -306,7 +306,17 @@ def fixed_data(
     lengths: list[int], batching: Batching, sizes: list[int] | None = None, weights: list[float] | None = None
 ) -> RunData:
     return RunData(
-        FixedSamples(lengths), None, batching, ["text"], sizes or [len(lengths)], weights or [], False, "", 0, Counts()
+        FixedSamples(lengths),
+        None,
+        batching,
+        ["a"],
+        ["text"],
+        sizes or [len(lengths)],
+        weights or [],
+        False,
+        "",
+        0,
+        Counts(),
     )
 
 

@@ -47,7 +47,8 @@ def train(
         if complete and run.progress.owed is None:
             console.say(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.length.steps}")
             return Outcome(run.progress.step, run.checkpoint, None, None, None)
-        console.say(_plan_line(run))
+        for line in _plan(run):
+            console.say(line)
         return train_loop(run, callbacks)
 
 
@@ -188,15 +189,17 @@ def _settings(
     return load_config(config, preset, overrides or {}, job)
 
 
-def _plan_line(run: Run) -> str:
+def _plan(run: Run) -> list[str]:
     batching, steps = run.data.batching, run.length.steps
     micro = f"{batching.rows} rows" if batching.tokens is None else f"up to {batching.tokens} tokens"
-    epochs = ""
+    epochs, mixture = "", list[str]()
     if steps is not None:
         end = run.progress.samples + (steps - run.progress.step) * batching.global_batch_size
         end = end if run.length.samples is None else min(end, run.length.samples)
         epochs = f" ({end / len(run.data.train):.2f} epochs)"
-    return (
+        mixture = run.data.mixture(end)
+    return [
         f"{'endless' if steps is None else steps} steps{epochs} of {batching.global_batch_size} samples, "
-        f"micro-batches of {micro}, on {run.device}"
-    )
+        f"micro-batches of {micro}, on {run.device}",
+        *mixture,
+    ]

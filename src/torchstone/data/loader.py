@@ -48,6 +48,7 @@ class RunData:
     train: Samples
     validation: Samples | None
     batching: Batching
+    names: list[str]
     shapes: list[Shape]
     sizes: list[int]
     weights: list[float]
@@ -60,6 +61,16 @@ class RunData:
         if self.weights:
             return MixedSampler(self.sizes, self.weights, seed, shuffle, drawn)
         return InfiniteSampler(len(self.train), seed, shuffle, drawn)
+
+    def mixture(self, samples: int) -> list[str]:
+        """What each source contributes to a run of so many samples, in words; nothing where there are no weights."""
+        if not self.weights:
+            return []
+        drawn = MixedSampler(self.sizes, self.weights).drawn_from(samples)
+        return [
+            f"{name}: {100 * weight / sum(self.weights):.1f} % of the samples, each seen {count / size:.2f} times"
+            for name, weight, count, size in zip(self.names, self.weights, drawn, self.sizes, strict=True)
+        ]
 
     def batches(
         self, config: Config, drawn: int, last_sample: int | None, rank: int = 0, ranks: int = 1
@@ -125,6 +136,7 @@ def load_data(
         train=together(parts),
         validation=together(held_out) if held_out else None,
         batching=numbers,
+        names=[source.title for source in sources],
         shapes=[source.shape for source in sources],
         sizes=[len(part) for part in parts],
         weights=list(data.weights),
