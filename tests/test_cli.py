@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -214,6 +215,65 @@ class TestCommands:
         assert code == 0
         assert out.count("\n") == 2
         assert "> " not in err
+
+    def test_what_a_setting_does_not_do_is_said(
+        self, torchstone: Callable, settings: Settings, chat_file: Path, text_file: Path
+    ) -> None:
+        given = settings(data__on_long_row="drop", training__max_steps=1, observe__console="lines")
+        _, _, err = torchstone("train", *flags(given))
+        assert "data.on_long_row drop does not apply to it: packed text is one stream" in err
+        mixed = settings(
+            data__path=f"{chat_file},{text_file}", data__weights="3,1", data__chat_template="chatml",
+            data__context_length=128, training__max_steps=2, observe__console="lines",
+        )  # fmt: skip
+        code, _, err = torchstone("train", *flags(mixed | {"output_dir": mixed["output_dir"] + "-mixed"}))
+        assert code == 0
+        assert "the chat template writes <|im_start|>, which is not one token of" in err
+        assert "chat.jsonl: 75.0 % of the samples, each seen 0.20 times" in err
+
+    @pytest.mark.parametrize(
+        ("content", "code", "message"),
+        [
+            ('{"text": "a"}\n{"text": \n', 3, "rows.jsonl:2: not JSON"),
+            ('{"input_ids": [1, 2], "labels": [-100, -100]}\n', 3, "none of its 1 rows has a token to train on"),
+            ("", 3, "rows.jsonl: no rows"),
+        ],
+    )
+    def test_bad_data_is_exit_code_3_and_can_be_looked_at(
+        self, torchstone: Callable, settings: Settings, tmp_path: Path, content: str, code: int, message: str
+    ) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(content)
+        found, _, err = torchstone("train", *flags(settings(data__path=str(path))))
+        assert (found, message in err) == (code, True)
+        tokenizer = settings()["model.tokenizer"]
+        looked, out, _ = torchstone("inspect-data", "--model.tokenizer", tokenizer, "--data.path", str(path), "--json")
+        assert looked == (0 if content else 3)
+        if content:
+            (source,) = json.loads(out)["sources"]
+            assert source["rows"] >= 1
+            refused = [note for note in source["notes"] if "a run refuses this source" in note["why"]]
+            assert bool(refused) == ("none of its" in message)
+
+    def test_skipped_rows_are_counted_and_their_place_is_said(
+        self, torchstone: Callable, settings: Settings, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text('{"text": "some words to learn, and more of them"}\n{"text": \n' * 8)
+        given = settings(data__path=str(path), data__on_bad_row="skip", training__max_steps=1, observe__console="lines")
+        code, _, err = torchstone("train", *flags(given))
+        assert code == 0
+        assert "8 of 16 rows were bad and left out; they are in" in err
+        (line,) = (Path(given["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+        assert (json.loads(line)["bad_rows"], json.loads(line)["dropped_rows"]) == (8, 8)
+
+    def test_a_terminal_that_cannot_show_a_character_gets_its_number(self, tmp_path: Path) -> None:
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+        command = [sys.executable, "-m", "torchstone.cli", "inspect-data", "--model.tokenizer", "demo:tokenizer"]
+        command += ["--data.path", "demo:heldout", "--rows", "1"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "\\u27e6" in done.stdout
 
     def test_prepare_builds_the_cache_that_train_uses(
         self, torchstone: Callable, settings: Settings, tmp_path: Path

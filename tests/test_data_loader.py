@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ class TestJsonlDataset:
         data = JsonlDataset(write_rows(tmp_path / "a.jsonl", rows), cache_dir=tmp_path)
         assert [data[n]["num_loss_counted_tokens"] for n in range(3)] == [2, 0, 2]
 
+    def test_another_process_maps_the_files_for_itself(self, dataset: JsonlDataset) -> None:
+        copy = pickle.dumps(dataset)
+        assert len(copy) < 2000
+        assert pickle.loads(copy)[7]["input_ids"].tolist() == dataset[7]["input_ids"].tolist()
+
     def test_indices_are_those_of_a_list(self, dataset: JsonlDataset) -> None:
         assert dataset[-1]["input_ids"].tolist() == dataset[39]["input_ids"].tolist()
         for wrong in (40, -41):
@@ -132,6 +138,17 @@ class TestInfiniteSampler:
         # The first sample drawn is as likely from any tenth: chi-square over 40 x 100 first draws.
         counts = np.histogram(orders[:, :100], bins=10, range=(0, size))[0]
         assert ((counts - 400) ** 2 / 400).sum() < 30
+
+    def test_what_was_drawn_is_known_at_every_sample(self) -> None:
+        sampler = InfiniteSampler(50, seed=3)
+        first = list(islice(sampler, 7))
+        assert sampler.drawn == 7
+        assert (
+            first + list(islice(InfiniteSampler(50, seed=3, drawn=7), 93))
+            == InfiniteSampler(50, seed=3).take(100).tolist()
+        )
+        with pytest.raises(ValueError, match="before the first"):
+            InfiniteSampler(50, drawn=-1)
 
     def test_seed_and_shuffle(self) -> None:
         assert InfiniteSampler(50, seed=1).take(50).tolist() != InfiniteSampler(50, seed=2).take(50).tolist()
@@ -231,8 +248,9 @@ class TestMaxTokensPerRankCollator:
 
     def test_the_process_group_says_which_rank_this_is(self) -> None:
         assert (MaxTokensPerRankCollator(8).rank, MaxTokensPerRankCollator(8).world_size) == (0, 1)
-        with pytest.raises(ValueError, match="rank 3 of 2"):
-            MaxTokensPerRankCollator(8, rank=3, world_size=2)
+        for wrong in ({"max_tokens_per_rank": 8, "rank": 3, "world_size": 2}, {"max_tokens_per_rank": 0}):
+            with pytest.raises(ValueError, match="rank . of"):
+                MaxTokensPerRankCollator(**wrong)
 
 
 class TestGetDataLoader:
@@ -397,6 +415,18 @@ class TestBestFit:
         monkeypatch.setattr(samples, "best_fit_rows", lambda *a: pytest.fail("made again"))
         second, _ = run_data(tokenizer, [path], tmp_path, **given)
         assert first.train.lengths.tolist() == second.train.lengths.tolist()
+
+    def test_a_damaged_layout_is_made_again(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "text.jsonl", corpus_rows(50))
+        first, _ = run_data(tokenizer, [path], tmp_path, data__text_packing="best-fit")
+        (layout,) = tmp_path.glob("*/rows-*.npy")
+        whole = layout.read_bytes()
+        for damaged in (whole[:-30], whole[:-8] + b"\1" * 8, whole[:200] + b"\0" + whole[201:], b""):
+            layout.unlink()
+            layout.write_bytes(damaged)
+            again, _ = run_data(tokenizer, [path], tmp_path, data__text_packing="best-fit")
+            assert again.train.lengths.tolist() == first.train.lengths.tolist()
+            assert layout.read_bytes() == whole
 
     def test_without_shuffling_rows_follow_the_file(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "text.jsonl", corpus_rows(300))

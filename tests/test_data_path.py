@@ -15,6 +15,7 @@ import torch
 
 import processes
 from tiny import write_rows
+from torchstone.atomic import locked
 from torchstone.config import load_config
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.cache import BuildSettings, TokenCache, find_source, open_cache
@@ -104,7 +105,9 @@ class TestTemplate:
 
     def test_a_template_that_rewrites_the_past_is_refused(self) -> None:
         template = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
-        with pytest.raises(DataError, match="renders message 1 differently once more follows"):
+        with pytest.raises(
+            DataError, match="renders what stands before message 1 differently once that message follows"
+        ):
             template.conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
     def test_generation_marks_and_loop_controls_are_understood(self) -> None:
@@ -200,11 +203,17 @@ class TestCache:
         assert [worker.exitcode for worker in workers] == [0] * 8
         assert (tmp_path / "built").read_text() == "built\n"
 
-    def test_a_failed_build_leaves_nothing_behind(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def test_what_a_failed_build_leaves_is_gone_with_the_next_one(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "a.jsonl", [{"text": "fine"}, {"text": 3}])
         with pytest.raises(DataError):
             opened(path, tokenizer, tmp_path)
-        assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+        (partial,) = (tmp_path / "cache").glob(".*.partial")
+        # Not while another process is at it.
+        with locked(tmp_path / "cache" / f"{partial.name[1:33]}.lock"):
+            opened(write_rows(path, [{"text": "fine"}, {"text": "other"}]), tokenizer, tmp_path)
+            assert partial.is_dir()
+        opened(write_rows(path, [{"text": "fine"}, {"text": "fine"}]), tokenizer, tmp_path)
+        assert not partial.exists()
 
     def test_a_damaged_cache_is_built_again(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
         first = opened(text_file, tokenizer, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,32 @@ class TestShapes:
             theirs = with_tools.hf.apply_chat_template(messages, tools=tools, tokenize=True).input_ids
             assert cache.ids.tolist() == theirs
 
+    def test_tools_that_a_template_leaves_out_are_no_silent_loss(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+        rows = [{"messages": [TURNS[1], call]}, {"messages": TURNS, "tools": [{"function": {"name": "now"}}]}]
+        for number, what in enumerate(("the tool calls", "the tools")):
+            with pytest.raises(DataError, match=f"leaves out {what} of this row"):
+                opened([rows[number]], tokenizer, tmp_path / str(number))
+
+    def test_chatml_writes_tools_and_calls(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        chatml = load_tokenizer(Path(tokenizer.source), "chatml")
+        now = {"type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+        calls = [now, {"name": "bare", "arguments": {}}]
+        messages = [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Time?"},
+            {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "12"},
+            {"role": "assistant", "content": "Noon"},
+        ]  # fmt: skip
+        tools = [{"type": "function", "function": {"name": "now"}}, {"name": "bare"}]
+        text = marked(opened([{"messages": messages, "tools": tools}], chatml, tmp_path), chatml)
+        assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call")
+        assert '\n{"type": "function", "function": {"name": "now"}}\n{"name": "bare"}\n</tools>' in text
+        assert (
+            '<|im_start|>assistant\n⟦<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "bare", "arguments": {}}\n</tool_call><|im_end|>\n⟧<|im_start|>tool\n12'
+        ) in text
+        assert text.count("<|im_start|>system") == 1
+
     @pytest.mark.parametrize(
         ("row", "reason"),
         [
@@ -143,6 +170,12 @@ class TestShapes:
             ({"messages": TURNS, "tools": "{"}, "tools is a string that is not JSON"),
             ({"messages": TURNS, "tools": 3}, "tools is not a list"),
             ({"messages": TURNS, "unmask": "yes"}, "unmask is true or false"),
+            ({"messages": TURNS, "tools": [3]}, "tools is not a list of objects"),
+            ({"messages": TURNS, "system": "Another."}, "two system messages"),
+            ({"messages": TURNS, "system": 3}, "system is not a string"),
+            ({"messages": [{"role": "gpt", "content": "a"}]}, "has the role 'gpt'.*\n.*\n.*'assistant'"),
+            ({"messages": [TURNS[1], {"role": "assistant", "content": " "}]}, "message 1 \\(assistant\\) is empty"),
+            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, "half of a surrogate pair"),
             ({"conversations": [{"from": "nobody", "value": "a"}]}, "turn 0 is from 'nobody'"),
             ({"conversations": []}, "conversations is empty"),
             ({"instruction": "a", "output": ""}, "output is empty"),
@@ -223,9 +256,9 @@ class TestMasks:
         assert marked(cache, tokenizer, 1) == TestShapes.WANTED
         assert marked(cache, tokenizer, 2) == "<|user|>⟦Hello.<|end|><|assistant|>Hi<|end|>⟧"
 
-    @pytest.mark.parametrize("train_on", ["asistant", "lasst", "", "assistant,usr"])
+    @pytest.mark.parametrize("train_on", ["asistant", "lasst", "", "assistant,usr", "last,assistant", "all,flag"])
     def test_a_misspelt_choice_is_refused(self, train_on: str) -> None:
-        with pytest.raises(UsageError, match="names no role or choice"):
+        with pytest.raises(UsageError, match="names no role or choice|stand alone"):
             check_train_on(train_on)
         for known in ("assistant", "last", "all", "flag", "critic", "assistant,tool"):
             check_train_on(known)
@@ -233,6 +266,17 @@ class TestMasks:
     def test_each_choice_is_a_cache_of_its_own(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         keys = {opened([{"messages": TURNS}], tokenizer, tmp_path, t).key for t in ("assistant", "last", "all", "user")}
         assert len(keys) == 4
+
+    def test_a_prompt_of_text_may_be_unmasked_or_all_trained(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        row = {"prompt": "One two", "completion": " three<|endoftext|>"}
+        first, rest = tokenizer.hf.decode(tokenizer.encode("One two")[:1]), "One two three<|endoftext|>"
+        whole = f"{first}⟦{rest.removeprefix(first)}⟧"
+        # An end of text that is there already is not written twice.
+        assert marked(opened([row], tokenizer, tmp_path / "a"), tokenizer) == "One two⟦ three<|endoftext|>⟧"
+        assert marked(opened([row], tokenizer, tmp_path / "b", "all"), tokenizer) == whole
+        assert marked(opened([row | {"unmask": True}], tokenizer, tmp_path / "c"), tokenizer) == whole
+        lists = {"prompt": TURNS[:4], "completion": TURNS[4:], "unmask": True}
+        assert marked(opened([lists], tokenizer, tmp_path / "d"), tokenizer).count("⟦<|user|>Hello.") == 1
 
     def test_a_long_conversation_is_dropped_cut_or_split(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         whole = opened([{"messages": TURNS}], tokenizer, tmp_path / "whole")
@@ -249,7 +293,8 @@ class TestMasks:
         assert parts.counts.split_long == 1
         assert sum(len(piece.ids) for piece in pieces) + lost == size
         assert all(len(piece.ids) <= 10 and piece.loss_tokens > 0 for piece in pieces)
-        assert parts.counts.dropped_untrained == -(-size // 10) - len(pieces)
+        assert parts.counts.dropped_pieces == -(-size // 10) - len(pieces)
+        assert parts.counts.dropped == parts.counts.dropped_untrained == 0
         assert parts.counts.trained_tokens == sum(parts.loss_tokens)
 
     def test_a_split_text_loses_nothing(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -295,12 +340,18 @@ class TestTemplates:
         began = time.monotonic()
         with pytest.raises(DataError, match=r"did not end within 0.3 s"):
             ChatTemplate(loops, {}).prompt(TURNS)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 60
         (tmp_path / "loops.jinja").write_text(loops)
         endless = load_tokenizer(Path(tokenizer.source), str(tmp_path / "loops.jinja"))
         with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template did not end"):
             opened([{"messages": TURNS}], endless, tmp_path)
         assert ChatTemplate("fine", {}).prompt(TURNS) == "fine"
+
+    @pytest.mark.parametrize("source", ["{{ 'x' * 99999999 }}", "{{ [1] * 99999999 }}", "{{ 9 ** 99999999 }}"])
+    def test_a_template_cannot_fill_the_memory_by_multiplying(self, source: str) -> None:
+        with pytest.raises(DataError, match="would make something of"):
+            ChatTemplate(source, {}).prompt(TURNS)
+        assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}", {}).prompt(TURNS) == "---10244.5"
 
     @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
     def test_built_in_templates_are_transformers_own_rendering_and_prefix_stable(
@@ -323,6 +374,13 @@ class TestTemplates:
         assert named_template(str(tmp_path / "mine.jinja")) == "mine"
         with pytest.raises(UsageError, match="neither a file nor a built-in template.*\n.*chatml"):
             named_template("chatlm")
+        (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
+        with pytest.raises(UsageError, match="is not UTF-8"):
+            named_template(str(tmp_path / "binary.jinja"))
+
+    def test_marks_that_are_not_one_token_are_known(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.broken_marks == []
+        assert load_tokenizer(Path(tokenizer.source), "chatml").broken_marks == ["<|im_start|>", "<|im_end|>"]
 
     def test_a_chosen_template_is_trained_with_and_saved_with_the_model(
         self, settings: Any, chat_file: Path, tmp_path: Path
@@ -338,3 +396,17 @@ class TestTemplates:
         saved = load_tokenizer(outcome.checkpoint)
         assert saved.hf.chat_template == named_template("chatml")
         assert "<|im_start|>assistant" in saved.template.prompt([{"role": "user", "content": "a"}])
+
+
+def test_a_tool_call_is_no_answer_to_compare(llama_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It is trained on, but has no words that could be right or wrong."""
+    from torchstone import api
+
+    folder = tmp_path / "model"
+    shutil.copytree(llama_dir, folder)
+    load_tokenizer(Path(tokenizer.source), "chatml").save(folder)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows = [{"messages": [TURNS[1], call]}, {"messages": TURNS[1:3]}]
+    path = write_rows(tmp_path / "calls.jsonl", rows)
+    found = api.evaluate(str(folder), str(path), context_length=256, device="cpu", cache_dir=str(tmp_path), quiet=True)
+    assert (found["samples"], found["questions"]) == (2, 1)

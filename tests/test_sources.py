@@ -112,6 +112,8 @@ class TestFiles:
         path.write_bytes(b'\n{"a": 1}\n  \n{"a": 2}\n{"a": 3}\n\n')
         (chunk,) = chunks([path])
         assert row_count(chunk) == 3
+        blank = chunk._replace(payload=b'\xef\xbb\xbf\n\x0c\n{"a": 1}\n\x0b \n{"a": 2}\n')
+        assert row_count(blank) == len(list(rows(blank))) == len(list(rows(first_rows(blank, 2)))) == 2
         assert [row.line for row in rows(first_rows(chunk, 2))] == [2, 4]
         WRITERS["a.parquet"](tmp_path / "a.parquet", ROWS)
         table = next(chunks([tmp_path / "a.parquet"]))
@@ -168,6 +170,9 @@ class TestDamage:
         [
             ('[{"text": "a"}, {"text": "b"} {"text": "c"}]', "after element 2: ',' expected"),
             ('[{"text": "a"}, {"text": "b"}', "after element 2: the array has no end"),
+            ('[{"text": "a"}]\n[{"text": "b"}]', "after element 1: after the array comes"),
+            ('[{"text": "a"}]\n{"text": "b"}\n', "after element 1: after the array comes"),
+            ("[] \n\n x", "after element 0: after the array comes 'x'"),
             ('[{"text": "a"}, {"text": }]', "after element 1: Expecting value"),
             ('[{"text": "a"}, {"text": "b"', "after element 1: Expecting"),
         ],
@@ -202,6 +207,28 @@ class TestDamage:
         (tmp_path / name).write_bytes(b'{"text": "a"}\n' * 10)
         with pytest.raises(DataError, match=name):
             list(read_rows(tmp_path / name))
+
+    def test_columns_that_nobody_looks_at_do_not_matter(self, tmp_path: Path) -> None:
+        times = pa.array([2**62], type=pa.timestamp("us"))
+        pq.write_table(pa.table({"text": ["a"], "when": times}), tmp_path / "a.parquet")
+        assert [row.value for row in read_rows(tmp_path / "a.parquet")] == [{"text": "a"}]
+        pq.write_table(pa.table({"when": times, "who": ["a"]}), tmp_path / "b.parquet")
+        assert [list(row.value) for row in read_rows(tmp_path / "b.parquet")] == [["when", "who"]]
+
+    def test_files_of_another_kind_are_named(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("hello")
+        with pytest.raises(UsageError, match=r".txt files are not read"):
+            find_files(str(tmp_path / "a.txt"))
+        (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
+        with pytest.raises(DataError, match=r"by its contents this is a .gz file"):
+            list(read_rows(tmp_path / "a.jsonl"))
+
+    def test_a_message_about_a_row_does_not_steer_the_terminal(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_bytes(b'{"text": "\x1b]0;owned\x07\n')
+        with pytest.raises(BadRow) as caught:
+            list(read_rows(tmp_path / "a.jsonl"))
+        assert "\x1b" not in str(caught.value)
+        assert "\\x1b]0;owned" in str(caught.value)
 
     def test_a_damaged_parquet_file_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "a.parquet"

@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 import processes
 from tiny import write_rows
+from torchstone.atomic import take_place, write_text
 from torchstone.data import cache as cache_module
 from torchstone.data import contents, sources
 from torchstone.data.cache import BuildSettings, TokenCache, find_source, open_cache
@@ -24,7 +27,7 @@ from torchstone.data.encode import Encoder
 from torchstone.data.sources import BadRow
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
-from torchstone.errors import DataError, UsageError
+from torchstone.errors import DataError, UsageError, WorkerError
 from torchstone.observe.console import Console
 
 FILES = ["ids.bin", "labels.bin", "lengths.bin", "loss_tokens.bin", "origins.bin", "offsets.npy", "bad-rows.jsonl"]
@@ -92,11 +95,58 @@ class TestProcesses:
     def test_a_process_that_dies_ends_the_build_and_not_the_work(
         self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(cache_module, "JOURNAL_SECONDS", 0.0)
+        original, seen = cache_module._Build._write, [0]
+
+        def write(build: cache_module._Build, *arguments: Any) -> None:
+            seen[0] += 1
+            original(build, *arguments)
+            if seen[0] == 20:
+                (worker,) = [
+                    p for p in psutil.Process().children() if "torchstone.data.workers" in " ".join(p.cmdline())
+                ]
+                worker.kill()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_module._Build, "_write", write)
+            with pytest.raises(WorkerError, match="a tokenizing process died of signal 9") as caught:
+                opened(many_chats, tokenizer, tmp_path / "a", workers=1)
+        assert caught.value.exit_code == 7
+        encoded = []
+        chunk = Encoder.chunk
+        monkeypatch.setattr(Encoder, "chunk", lambda self, c: encoded.append(c) or chunk(self, c))
+        monkeypatch.setattr(cache_module, "BYTES_FOR_WORKERS", 10**9)
+        finished = opened(many_chats, tokenizer, tmp_path / "a")
+        again = len(encoded)
+        assert contents_of(finished) == contents_of(opened(many_chats, tokenizer, tmp_path / "b"))
+        assert again <= len(encoded) - again - 20
+
+    @pytest.mark.usefixtures("small_chunks")
+    def test_a_process_that_dies_at_its_start_is_said(
+        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also when what it should read first is larger than a pipe holds."""
         from torchstone.data import workers
 
-        monkeypatch.setattr(workers, "START", "import os; os.kill(os.getpid(), 9)")
-        with pytest.raises(DataError, match="a tokenizing process died of signal 9"):
-            opened(many_chats, tokenizer, tmp_path, workers=2)
+        monkeypatch.setattr(workers, "START", "raise SystemExit(3)")
+        hf = load_tokenizer(Path(tokenizer.source)).hf
+        hf.chat_template += "{# " + "x" * 3_000_000 + " #}"
+        with pytest.raises(WorkerError, match="a tokenizing process died with exit code 3"):
+            opened(many_chats, Tokenizer(hf, "large"), tmp_path, workers=2)
+
+    def test_modules_in_the_working_folder_are_not_imported(
+        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "regex.py").write_text("raise SystemExit(9)")
+        command = [Path(sys.executable).parent / "torchstone", "prepare", "--model.tokenizer", tokenizer.source]
+        if not command[0].exists():
+            pytest.skip("torchstone is not installed as a command here")
+        command += ["--data.path", str(many_chats), "--data.prepare_workers", "1", "--data.max_samples", "10"]
+        big = tmp_path / "big.jsonl"
+        big.write_bytes(many_chats.read_bytes() * 20)
+        command[command.index(str(many_chats))] = str(big)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
     @pytest.mark.usefixtures("small_chunks")
     def test_errors_that_are_not_about_a_row_come_back_as_they_are(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -178,6 +228,28 @@ class TestKilled:
         whole = opened(many_chats, tokenizer, tmp_path / "whole")
         assert contents_of(opened(many_chats, tokenizer, killed)) == contents_of(whole)
 
+    @pytest.mark.usefixtures("small_chunks")
+    def test_a_bad_row_keeps_what_came_before_it(
+        self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same error again at once; and with skip, the rest only."""
+        monkeypatch.setattr(cache_module, "BYTES_FOR_WORKERS", 10**9)
+        path = write_rows(tmp_path / "rows.jsonl", [*corpus_rows(300), {"text": 3}, *corpus_rows(20)])
+        encoded = []
+        original = Encoder.chunk
+        monkeypatch.setattr(Encoder, "chunk", lambda self, chunk: encoded.append(chunk) or original(self, chunk))
+        counts = []
+        for _ in range(2):
+            before = len(encoded)
+            with pytest.raises(BadRow, match=r"rows.jsonl:301"):
+                opened(path, tokenizer, tmp_path / "cache")
+            counts.append(len(encoded) - before)
+        assert counts[0] > 8
+        assert counts[1] == 1
+        cache = opened(path, tokenizer, tmp_path / "cache", stop=False)
+        assert (cache.counts.rows, cache.counts.bad_rows) == (321, 1)
+        assert contents_of(cache) == contents_of(opened(path, tokenizer, tmp_path / "other", stop=False))
+
     @pytest.mark.parametrize("damage", ["journal", "short"])
     def test_a_damaged_beginning_is_begun_again(
         self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, damage: str
@@ -194,8 +266,6 @@ class TestKilled:
 
     def test_processes_end_with_their_parent(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         """The parent is killed with SIGKILL in the middle of its work; nobody is left behind."""
-        import psutil
-
         path = write_rows(tmp_path / "big.jsonl", chat_rows(30000))
         code = (
             "import sys; from pathlib import Path; from torchstone.data import cache;"
@@ -203,10 +273,10 @@ class TestKilled:
             "from torchstone.data.tokenize import load_tokenizer; cache.BYTES_FOR_WORKERS = 0;"
             "opened(Path(sys.argv[1]), load_tokenizer(Path(sys.argv[2])), Path(sys.argv[3]), 2)"
         )
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-c", code, str(path), tokenizer.source, str(tmp_path / "cache")]
         parent = subprocess.Popen(command, env=environment)
-        children = wait_for(lambda: found if len(found := psutil.Process(parent.pid).children()) == 2 else None)
+        children = wait_for(lambda: found if len(found := psutil.Process(parent.pid).children()) >= 2 else None)
         parent.kill()
         parent.wait()
         _, alive = psutil.wait_procs(children, timeout=20)
@@ -224,6 +294,38 @@ def wait_for(condition: Callable[[], list | None]) -> list:
 
 
 class TestKey:
+    def test_a_file_that_changes_while_it_is_read_is_refused(
+        self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write_rows(tmp_path / "rows.jsonl", corpus_rows(5))
+        original, added = Encoder.chunk, '{"text": "one more"}\n'
+
+        def chunk(self: Encoder, chunk: Any) -> Any:
+            if added not in path.read_text():
+                path.write_text(path.read_text() + added)
+            return original(self, chunk)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Encoder, "chunk", chunk)
+            with pytest.raises(DataError, match="was changed while it was read"):
+                opened(path, tokenizer, tmp_path / "cache")
+        assert opened(path, tokenizer, tmp_path / "cache").counts.rows == 6
+
+    def test_a_cache_that_can_only_be_read_is_read(
+        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = opened(many_chats, tokenizer, tmp_path, max_rows=50)
+        (first.folder / "checked.json").unlink()
+        shutil.rmtree(tmp_path / "hashes", ignore_errors=True)
+        monkeypatch.setattr(contents, "SETTLED_SECONDS", -1.0)
+        monkeypatch.setattr(os, "access", lambda *a: False)
+        assert opened(many_chats, tokenizer, tmp_path, max_rows=50).key == first.key
+        assert not (tmp_path / "hashes").exists()
+
+    def test_what_decides_nothing_is_not_in_the_key(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.recipe("text", None, "", "last") == tokenizer.recipe("text", None, "", "all")
+        assert tokenizer.recipe("text", None, "").template is None
+
     def test_the_number_of_rows_counts(self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path) -> None:
         whole = opened(many_chats, tokenizer, tmp_path)
         some = opened(many_chats, tokenizer, tmp_path, max_rows=100)
@@ -283,6 +385,28 @@ class TestKey:
         opened(many_chats, tokenizer, tmp_path, max_rows=50)
         monkeypatch.setattr(cache_module, "_checksum", lambda path: pytest.fail(f"read {path}"))
         opened(many_chats, tokenizer, tmp_path, max_rows=50)
+
+
+class TestAtomic:
+    def test_threads_may_write_the_same_file(self, tmp_path: Path) -> None:
+        def write() -> None:
+            for _ in range(50):
+                write_text(tmp_path / "note", "whole")
+
+        others = [threading.Thread(target=run_in_thread, args=(write,)) for _ in range(3)]
+        for thread in others:
+            thread.start()
+        for thread in others:
+            thread.join()
+        assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+    def test_what_an_old_crash_left_is_no_hindrance(self, tmp_path: Path) -> None:
+        for name in ("a", ".a.replaced", ".a.partial"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / name.strip(".")).touch()
+        take_place(tmp_path / ".a.partial", tmp_path / "a")
+        assert [path.name for path in (tmp_path / "a").iterdir()] == ["a.partial"]
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 class TestBadRows:

@@ -100,6 +100,12 @@ def test_other_tokenizers_are_left_alone() -> None:
     prefixed = tokenizer(None)
     prefixed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert word_encoder(prefixed) is None
+    # A byte that has no token is dropped or becomes one that says nothing of its length: places would be wrong.
+    for settings in ({}, {"unk_token": "<unk>"}, {"byte_fallback": True}):
+        some = Tokenizer(models.BPE(**settings))
+        some.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        some.train_from_iterator(["hello quick fox"], trainers.BpeTrainer(vocab_size=60, show_progress=False))
+        assert word_encoder(some) is None
     dropping = tokenizer(None)
     dropping.model.dropout = 0.1
     assert word_encoder(dropping) is None
@@ -124,6 +130,15 @@ def test_remembered_words_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatc
         text = " ".join("".join(rng.choices("abcdefgh", k=5)) for _ in range(4))
         assert encoder.encode_batch([text]) == [backend.encode(text).ids]
         assert len(encoder._known) <= 25
+
+
+def test_long_words_are_not_remembered() -> None:
+    backend = tokenizer(GPT2)
+    encoder = word_encoder(backend)
+    assert encoder is not None
+    text = "short " + "x" * 1000
+    assert encoder.encode_batch([text, text]) == [backend.encode(text).ids] * 2
+    assert max(map(len, encoder._known)) < 100
 
 
 def test_patterns_compile_in_both_engines() -> None:

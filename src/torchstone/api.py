@@ -25,7 +25,7 @@ from torchstone.models.weights import load_model
 from torchstone.observe.console import Console
 from torchstone.training import run_folder
 from torchstone.training.assemble import assemble, open_data, pick_device, tokenizer_path
-from torchstone.training.evaluate import answer, evaluate_file
+from torchstone.training.evaluate import Question, answer, evaluate_file
 from torchstone.training.guard import memory_guard
 from torchstone.training.loop import Callback, Outcome, Run, train_loop
 
@@ -89,12 +89,12 @@ def inspect_data(
     data = settings.data
     names = [data_file(name, Path(data.cache_dir)) for name in data.path or ()]
     sources = find_sources(data, names, look_only=True)
-    caches = [open_source(data, source, tokenizer, console, look_only=True) for source in sources]
+    caches = [open_source(data, source, tokenizer, console, True, data.max_samples) for source in sources]
     return inspect_sources(caches, tokenizer, data.context_length, rows, tokens)
 
 
 def train_tokenizer(
-    data: Sequence[str],
+    data: str | Sequence[str],
     folder: str | Path,
     vocab_size: int = 32768,
     special: Sequence[str] = (),
@@ -108,7 +108,7 @@ def train_tokenizer(
 ) -> dict[str, Any]:
     """A byte-level BPE tokenizer from the texts of `data`, as a Hugging Face folder; returns what was measured."""
     check_target(Path(folder))
-    names = [data_file(name, Path(cache_dir)) for name in data]
+    names = [data_file(name, Path(cache_dir)) for name in ([data] if isinstance(data, str) else data)]
     tokenizer, found = learn_tokenizer(
         names, vocab_size, special=special, chat_template=chat_template, pattern=pattern, min_frequency=min_frequency,
         max_bytes=max_bytes, stop_on_bad_row=not skip_bad_rows, console=Console("quiet" if quiet else "auto"),
@@ -165,7 +165,7 @@ class Chat:
 
     def ask(self, question: str) -> str:
         self.messages.append({"role": "user", "content": question})
-        (given,) = answer(self.model.decoder, self.tokenizer, [self.messages], self.max_new_tokens)
+        (given,) = answer(self.model.decoder, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
         self.messages.append({"role": "assistant", "content": given})
         return given
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 
 def sync(path: Path) -> None:
@@ -20,8 +21,8 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    # A name of its own: several processes may write the same thing at the same time.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A name of its own: several processes, on several machines, may write the same thing at the same time.
+    partial = path.with_name(f".{path.name}.{token_hex(4)}.partial")
     partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(path)
@@ -53,6 +54,7 @@ def take_place(work: Path, final: Path) -> None:
     """Names the folder `work` `final`; what had the name is moved aside first and removed last."""
     replaced = hidden(final, "replaced")
     if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     work.rename(final)
     sync(final.parent)
@@ -66,6 +68,18 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock at this moment."""
+    if not path.is_file():
+        return False
+    with path.open("r") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def hidden(final: Path, state: str) -> Path:

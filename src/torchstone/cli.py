@@ -6,9 +6,11 @@ rest is parsed, because their names and types live in the schema, not here.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +44,10 @@ KEYS = "Every config key is a flag too: --section.key VALUE. torchstone train --
 def main() -> None:
     """Runs a command and ends with its exit code; an error for people is a message, not a traceback."""
     rest, flags[:] = sys.argv[1:], []
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character gets its number, not a traceback.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         if rest[:1] and rest[0] in TAKE_KEYS:
             rest, flags[:] = split_flags(rest)
@@ -56,10 +62,11 @@ def main() -> None:
         sys.exit(141)
     except OSError as error:
         # A folder that is a file, a disk that is full or read-only: the user's to mend, not ours.
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        _fail(UsageError(f"{error.filename}: {error.strerror}"))
+        _fail(UsageError(f"{error.filename or 'writing'}: {error.strerror}"))
     except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
         sys.exit(130)
 
 
@@ -179,7 +186,7 @@ def tokenizer_train(
         chat_template: A file, or chatml, llama3, alpaca, plain, none; the tokens it writes become special.
         pattern: How texts are cut into words.
         min_frequency: How often two tokens must meet to become one.
-        max_bytes: Read no more text than this.
+        max_bytes: Stop reading after so much text.
         skip_bad_rows: Leave out rows that cannot be read, instead of stopping.
         cache_dir: Where built-in data is kept.
         as_json: Print what was measured as JSON.
@@ -210,7 +217,7 @@ def evaluate(
 
     Args:
         source: A run, a checkpoint or a Hugging Face folder.
-        data: JSONL file, or demo:corpus, demo:chat, demo:heldout.
+        data: A file, folder or glob, or demo:corpus, demo:chat, demo:heldout.
         questions: How many rows to answer; all by default, 0 for none.
         context_length: Longest row in tokens.
         device: auto, cpu or cuda.

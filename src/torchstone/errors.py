@@ -48,6 +48,12 @@ class CheckpointError(TorchstoneError):
     exit_code = 6
 
 
+class WorkerError(TorchstoneError):
+    """A process that worked for this one died."""
+
+    exit_code = 7
+
+
 class StoppedBySignal(TorchstoneError):
     """A signal asked the run to end; the state is saved and the same command goes on from it."""
 

@@ -356,6 +356,8 @@ def check(config: Config, job: Job = "train") -> None:
                 )  # fmt: skip
     if data.validation_split == 1:
         raise Impossible("data.validation_split", "data.validation_split 1 leaves nothing to train on")
+    if not data.cache_dir:
+        raise Impossible("data.cache_dir", "data.cache_dir is empty", "--data.cache_dir cache/datasets")
     if not config.output_dir:
         raise Impossible("output_dir", "output_dir is empty", "--output-dir runs/NAME")
     _check_limits(training, optim)

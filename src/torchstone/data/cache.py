@@ -19,12 +19,13 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from torchstone.atomic import hidden, locked, sync, take_place, write_text
+from torchstone.atomic import hidden, is_locked, locked, sync, take_place, write_text
 from torchstone.data.contents import content_hash, identity
 from torchstone.data.encode import Counts, Encoded, Encoder, Part, Recipe
 from torchstone.data.formats import SHAPES, Shape, shape_of
@@ -33,9 +34,9 @@ from torchstone.data.sources import (
     Chunk,
     Position,
     chunks,
-    contents,
     find_files,
     first_rows,
+    real_files,
     row_count,
     rows,
     size_on_disk,
@@ -96,6 +97,10 @@ class TokenCache:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the files for itself."""
+        return TokenCache, (self.folder, self.source)
+
     def sequence(self, index: int, start: int = 0, stop: int | None = None) -> Encoded:
         """Sequence `index`, or its tokens from `start` to `stop`."""
         low, high = int(self.offsets[index]), int(self.offsets[index + 1])
@@ -131,7 +136,7 @@ def find_source(name: str, form: str = "auto", stop_on_bad_row: bool = True) -> 
     files = find_files(name)
     if form in SHAPES:
         return Source(name, files, form)
-    seen = 0
+    seen, first = 0, None
     for chunk in chunks(files):
         for row in rows(chunk):
             seen += 1
@@ -139,25 +144,32 @@ def find_source(name: str, form: str = "auto", stop_on_bad_row: bool = True) -> 
                 if isinstance(row, BadRow):
                     raise row
                 return Source(name, files, shape_of(row))
-            except BadRow:
+            except BadRow as error:
+                first = first or error
                 if stop_on_bad_row or seen >= ROWS_TO_RECOGNISE:
                     raise
-    raise DataError(f"{name}: no rows" + ("" if not seen else " of a known shape"), "there is nothing to train on")
+    if first is not None:
+        raise DataError(f"{name}: no rows of a known shape", f"the first: {first}")
+    raise DataError(f"{name}: no rows", "there is nothing to train on")
 
 
 def open_cache(
     source: Source, recipe: Recipe, settings: BuildSettings, console: Console, max_rows: int | None = None
 ) -> TokenCache:
     """The cache of `source`, built first where it is not there yet."""
+    identities = _identities(source)
     key = _key(source, recipe, max_rows, settings.cache_dir)
     folder = settings.cache_dir / key[:32]
     if not _is_whole(folder):
-        with locked(settings.cache_dir / f"{key[:32]}.lock"):
+        lock = settings.cache_dir / f"{key[:32]}.lock"
+        if is_locked(lock):
+            console.say(f"waiting for another process that tokenizes {source.name}")
+        with locked(lock):
             # Another process may have built it while this one waited for the lock.
             if not _is_whole(folder):
                 if folder.exists():
                     console.warn(f"{folder} is damaged; building it again")
-                _Build(source, recipe, settings, console, max_rows, key, folder).run()
+                _Build(source, recipe, settings, console, max_rows, key, folder, identities).run()
     else:
         console.say(f"using the tokenized {source.name} in {folder}")
     cache = TokenCache(folder, source)
@@ -167,14 +179,17 @@ def open_cache(
 
 
 def _key(source: Source, recipe: Recipe, max_rows: int | None, cache_dir: Path) -> str:
-    files = [path for name in source.files for path in contents(name)]
     decides: dict[str, Any] = {
-        "contents": [content_hash(path, cache_dir / "hashes") for path in files],
+        "contents": [content_hash(path, cache_dir / "hashes") for name in source.files for path in real_files(name)],
         "recipe": dataclasses.asdict(recipe),
         "max_rows": max_rows,
-        "code": CODE_VERSION,
+        "code": [CODE_VERSION, version("tokenizers")],
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+
+def _identities(source: Source) -> list[list[int]]:
+    return [identity(path) for name in source.files for path in real_files(name)]
 
 
 class _Build:
@@ -182,10 +197,10 @@ class _Build:
 
     def __init__(
         self, source: Source, recipe: Recipe, settings: BuildSettings, console: Console, max_rows: int | None,
-        key: str, final: Path,
+        key: str, final: Path, identities: list[list[int]],
     ) -> None:  # fmt: skip
         self.source, self.recipe, self.settings, self.console = source, recipe, settings, console
-        self.max_rows, self.key, self.final = max_rows, key, final
+        self.max_rows, self.key, self.final, self.identities = max_rows, key, final, identities
         self.work = hidden(final, "partial")
         self.counts, self.position = Counts(), Position()
         self.checksums = dict.fromkeys(FILES, 0)
@@ -193,13 +208,8 @@ class _Build:
 
     def run(self) -> None:
         self._go_on_or_begin()
-        try:
-            self._write_all()
-            self._finish()
-        except DataError:
-            # It would be met again, with rows that are different by then.
-            shutil.rmtree(self.work)
-            raise
+        self._write_all()
+        self._finish()
 
     def _go_on_or_begin(self) -> None:
         total = sum(map(size_on_disk, self.source.files))
@@ -208,19 +218,24 @@ class _Build:
             self.console.say(f"going on with tokenizing {what} into {self.final}, after {self.counts.rows} rows")
             return
         shutil.rmtree(self.work, ignore_errors=True)
+        self._remove_abandoned()
         self.work.mkdir(parents=True)
         for name in FILES:
             (self.work / name).touch()
         self.console.say(f"tokenizing {what} into {self.final}")
 
+    def _remove_abandoned(self) -> None:
+        """Begun for the same source as it was before, and never finished: its rows are different now."""
+        for journal in self.work.parent.glob(".*.partial/journal.json"):
+            lock = journal.parent.with_name(f"{journal.parent.name[1:].removesuffix('.partial')}.lock")
+            if _read_json(journal).get("source") == self.source.name and not is_locked(lock):
+                shutil.rmtree(journal.parent)
+
     def _take_up_journal(self) -> bool:
         """What was written after the last entry of the journal is cut off; it will be written again."""
-        try:
-            journal = json.loads((self.work / "journal.json").read_text())
-        except (OSError, ValueError):
-            return False
-        sizes = journal["sizes"]
-        if journal["key"] != self.key or any((self.work / n).stat().st_size < size for n, size in sizes.items()):
+        journal = _read_json(self.work / "journal.json")
+        sizes = journal.get("sizes", {})
+        if journal.get("key") != self.key or any((self.work / n).stat().st_size < size for n, size in sizes.items()):
             return False
         for name, size in sizes.items():
             os.truncate(self.work / name, size)
@@ -235,6 +250,10 @@ class _Build:
         try:
             with self.console.progress(f"tokenizing {self.source.title}", int(before[-1])) as progress:
                 for chunk, part in self._parts():
+                    if part.bad and self.settings.stop_on_bad_row:
+                        self._enter(files)
+                        line, reason, hint, raw = part.bad[0]
+                        raise BadRow(chunk.path, line, reason, raw, hint)
                     self._write(chunk, part, files)
                     self.position = chunk.end
                     progress(int(before[chunk.end.file]) + chunk.done, f"{self.counts.rows:,} rows")
@@ -247,7 +266,7 @@ class _Build:
 
     def _parts(self) -> Iterator[tuple[Chunk, Part]]:
         todo = self._limited(chunks(self.source.files, self.position))
-        left = sum(map(size_on_disk, self.source.files[self.position.file :])) - self.position.offset
+        left = sum(map(size_on_disk, self.source.files[self.position.file :]))
         count = self.settings.workers or _cores()
         # A template's time limit needs a main thread; a process always has one.
         here = threading.current_thread() is threading.main_thread() and left < BYTES_FOR_WORKERS
@@ -275,9 +294,6 @@ class _Build:
             left -= count
 
     def _write(self, chunk: Chunk, part: Part, files: dict[str, IO[bytes]]) -> None:
-        if part.bad and self.settings.stop_on_bad_row:
-            line, reason, hint, raw = part.bad[0]
-            raise BadRow(chunk.path, line, reason, raw, hint)
         self.counts.add(part.counts)
         arrays = {
             "ids.bin": part.ids,
@@ -303,6 +319,7 @@ class _Build:
             os.fsync(file.fileno())
         entry = {
             "key": self.key,
+            "source": self.source.name,
             "position": self.position,
             "sizes": self.sizes,
             "checksums": self.checksums,
@@ -311,6 +328,9 @@ class _Build:
         write_text(self.work / "journal.json", json.dumps(entry))
 
     def _finish(self) -> None:
+        if self.identities != _identities(self.source):
+            shutil.rmtree(self.work)
+            raise DataError(f"{self.source.name} was changed while it was read", "start again when it is whole")
         lengths = np.fromfile(self.work / "lengths.bin", dtype=np.uint32)
         np.save(self.work / "offsets.npy", np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
         self.checksums["offsets.npy"] = _checksum(self.work / "offsets.npy")
@@ -325,12 +345,21 @@ class _Build:
             "checksums": self.checksums,
         }
         write_text(self.work / "meta.json", json.dumps(meta, indent=2) + "\n")
-        (self.work / "journal.json").unlink(missing_ok=True)
         for path in self.work.iterdir():
             sync(path)
         sync(self.work)
         take_place(self.work, self.final)
+        (self.final / "journal.json").unlink(missing_ok=True)
         _note_checked(self.final, list(self.checksums))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What cannot be read says nothing."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _cores() -> int:

@@ -33,10 +33,19 @@ def content_hash(path: Path, memory: Path) -> str:
             return str(remembered["sha256"])
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if identity(path) == before and time.time() - before[-1] / 1e9 > SETTLED_SECONDS:
-        memory.mkdir(parents=True, exist_ok=True)
+    settled = identity(path) == before and time.time() - before[-1] / 1e9 > SETTLED_SECONDS
+    if settled and _can_write(memory):
         write_text(note, json.dumps({"path": str(path), "identity": before, "sha256": found}) + "\n")
     return found
+
+
+def _can_write(memory: Path) -> bool:
+    """Where nothing can be remembered, as in a cache that is only read, it is worked out again."""
+    if not memory.is_dir():
+        if memory.parent.is_dir() and not os.access(memory.parent, os.W_OK):
+            return False
+        memory.mkdir(parents=True, exist_ok=True)
+    return os.access(memory, os.W_OK)
 
 
 def _read(note: Path) -> dict[str, object]:

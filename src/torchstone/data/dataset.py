@@ -7,6 +7,7 @@ sequence is -100, because nothing in a packed row predicts it.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,10 @@ class JsonlDataset(Dataset[Sample]):
         return len(self.cache)
 
     def __getitem__(self, index: int) -> Sample:
+        index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        index = int(index) % len(self)
+        index %= len(self)
         sequence = self.cache.sequence(index)
         return {
             "input_ids": torch.from_numpy(sequence.ids),
@@ -65,7 +67,8 @@ class MaxTokensPerRankCollator:
     """The samples of a global batch to this rank's micro-batches, none of more than `max_tokens_per_rank` tokens.
 
     Every rank has as many micro-batches as the others; one with nothing to do has a row of padding without labels. A
-    sample that is too long by itself is dropped, counted in `dropped`, and named in a warning.
+    sample that is too long by itself is dropped, counted in `dropped` (by each worker of a DataLoader for itself), and
+    named in a warning.
     """
 
     def __init__(
@@ -75,8 +78,8 @@ class MaxTokensPerRankCollator:
         self.max_tokens_per_rank, self.pad_id = max_tokens_per_rank, pad_id
         self.rank = here if rank is None else rank
         self.world_size = everybody if world_size is None else world_size
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} of {self.world_size}")
+        if not 0 <= self.rank < self.world_size or max_tokens_per_rank < 1:
+            raise ValueError(f"rank {self.rank} of {self.world_size}, {max_tokens_per_rank} tokens")
         self.dropped = 0
 
     def __call__(self, batch: list[Sample]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from torchstone.data.formats import (
     Conversation,
     Shape,
     conversation_of,
+    encodable,
     prompt_of,
     text_of,
     tokens_of,
@@ -31,6 +32,7 @@ from torchstone.data.words import WordEncoder, word_encoder
 from torchstone.errors import DataError, UsageError
 
 EXAMPLES = 5
+CALLS = ("tool_calls", "function_call")
 
 
 @dataclass
@@ -77,8 +79,8 @@ class Recipe:
 class Counts:
     """What became of the rows; printed, kept in the cache and in the metrics.
 
-    `dropped_untrained` are rows, or pieces of them, of which nothing that is trained was left after cutting.
-    `untrained` are sequences that came without a label to learn: they are kept, and teach nothing.
+    `dropped_untrained` are rows of which nothing that is trained was left after cutting, `dropped_pieces` such pieces
+    of rows that were kept otherwise. `untrained` are sequences without a label: they are kept, and teach nothing.
     """
 
     rows: int = 0
@@ -91,6 +93,7 @@ class Counts:
     split_long: int = 0
     cropped_tokens: int = 0
     dropped_untrained: int = 0
+    dropped_pieces: int = 0
     untrained: int = 0
     straddling_tokens: int = 0
     examples: list[str] = field(default_factory=list)
@@ -220,7 +223,10 @@ class Encoder:
         if isinstance(value, Completion):
             return value
         try:
-            return self._render(row, value)
+            rendered = self._render(row, value)
+            encodable(row, rendered.text)
+            self._check_tools(row, value, rendered.text)
+            return rendered
         except NotPrefixStable as error:
             raise row.error(error.message, self._difference(error)) from None
         except BadRow:
@@ -234,13 +240,28 @@ class Encoder:
             return self.template.everything(messages, tools, but_system=conversation.unmask)
         return self.template.conversation(messages, trained_messages(row, conversation, self.recipe.train_on), tools)
 
+    def _check_tools(self, row: Row, conversation: Conversation, text: str) -> None:
+        """A template that knows nothing of tools leaves them out without a word: the text is the same without them."""
+        messages, tools = conversation.messages, conversation.tools
+        plain = [{key: value for key, value in m.items() if key not in CALLS} for m in messages]
+        for what, there, without in (
+            ("the tools", tools is not None, lambda: self.template.text(messages, None)),
+            ("the tool calls", plain != messages, lambda: self.template.text(plain, tools)),
+        ):
+            if there and without() == text:
+                raise row.error(
+                    f"the chat template leaves out {what} of this row",
+                    "one that writes them is --data.chat_template chatml",
+                )
+
     def _conversations(self, good: list[Row], found: list[Any]) -> Iterable[Encoded | BadRow]:
         """A conversation comes with its special tokens; around a prompt and completion the tokenizer puts its own."""
         texts = [v.prompt + v.completion if isinstance(v, Completion) else v.text for v in found]
         for row, value, (listed, offsets) in zip(good, found, self._with_offsets(texts), strict=True):
             ids = np.array(listed, dtype=np.int64)
             if isinstance(value, Completion):
-                trained = self._trained(offsets, [(len(value.prompt), len(value.prompt) + len(value.completion))])
+                start = 0 if value.unmask or self.recipe.train_on == "all" else len(value.prompt)
+                trained = self._trained(offsets, [(start, len(value.prompt) + len(value.completion))])
                 ids, trained = self._completed(ids, trained)
             else:
                 trained = self._trained(offsets, value.trained)
@@ -267,7 +288,8 @@ class Encoder:
         before, after = self._around
         end = self.recipe.eos_id
         assert end is not None
-        after = after if after[-1:] == [end] else [*after, end]
+        ended = after[-1:] == [end] or (not after and ids[-1:].tolist() == [end])
+        after = after if ended else [*after, end]
         return (
             np.concatenate([np.array(before, dtype=np.int64), ids, np.array(after, dtype=np.int64)]),
             np.concatenate([np.zeros(len(before), dtype=bool), trained, np.ones(len(after), dtype=bool)]),
@@ -295,11 +317,14 @@ class Encoder:
         pieces = [sequence.part(start, start + limit) for start in starts]
         # Of a text nothing is lost, not even a last token that no other predicts.
         kept = [piece for piece in pieces if piece.loss_tokens > 0 or self.recipe.shape in PLAIN]
-        self.counts.dropped_untrained += len(pieces) - len(kept)
         self.counts.cropped_tokens += size - sum(len(piece.ids) for piece in kept)
-        if kept:
-            self.counts.split_long += len(pieces) > 1
-            self.counts.truncated_long += len(pieces) == 1
+        if not kept:
+            self.counts.dropped_untrained += 1
+        elif len(pieces) > 1:
+            self.counts.split_long += 1
+            self.counts.dropped_pieces += len(pieces) - len(kept)
+        else:
+            self.counts.truncated_long += 1
         return kept
 
     def _difference(self, error: NotPrefixStable) -> str:
@@ -310,7 +335,8 @@ class Encoder:
         at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(shorter.ids), len(longer.ids)))
         return (
             f"the first token that differs is number {at}: {_token(longer, error.longer, at)} where alone it is "
-            f"{_token(shorter, error.shorter, at)}; data.train_on last trains only on the last answer of each"
+            f"{_token(shorter, error.shorter, at)}"
+            + ("" if self.recipe.train_on == "last" else "; data.train_on last trains only on the last answer of each")
         )
 
     @cached_property

@@ -53,6 +53,7 @@ class Completion:
 
     prompt: str
     completion: str
+    unmask: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def text_of(row: Row, shape: Shape) -> str:
         raise row.error(f"{key} is not a string")
     if not text:
         raise row.error(f"{key} is empty")
-    return _encodable(row, text)
+    return encodable(row, text)
 
 
 def prompt_of(row: Row) -> Completion | Conversation:
@@ -94,13 +95,14 @@ def prompt_of(row: Row) -> Completion | Conversation:
         if not completion:
             raise row.error("completion is empty: nothing in this row would be trained")
         whole = _conversation(row, [*prompt, *completion])
-        return Conversation(whole.messages, whole.tools, answers_from=len(whole.messages) - len(completion))
+        first = len(whole.messages) - len(completion)
+        return Conversation(whole.messages, whole.tools, whole.unmask, answers_from=first)
     for key, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str):
             raise row.error(f"{key} is neither text nor, with the other, a list of messages")
     if not completion:
         raise row.error("completion is empty: nothing in this row would be trained")
-    return Completion(_encodable(row, prompt), _encodable(row, completion))
+    return Completion(encodable(row, prompt), encodable(row, completion), _unmask(row))
 
 
 def conversation_of(row: Row, shape: Shape) -> Conversation:
@@ -113,7 +115,7 @@ def conversation_of(row: Row, shape: Shape) -> Conversation:
 def tokens_of(row: Row, vocab_size: int) -> Tokens:
     _check_keys(row, "tokens")
     ids = row.value["input_ids"]
-    labels = row.value.get("labels", ids)
+    labels = ids if row.value.get("labels") is None else row.value["labels"]
     for name, values in (("input_ids", ids), ("labels", labels)):
         if not isinstance(values, list) or not all(type(value) is int for value in values):
             raise row.error(f"{name} is not a list of whole numbers")
@@ -143,6 +145,10 @@ def trained_messages(row: Row, conversation: Conversation, train_on: str) -> lis
             {*chosen, *(n for n, flag in flags.items() if flag)} - {n for n, flag in flags.items() if not flag}
         )
     chosen = [number for number in chosen if number >= conversation.answers_from]
+    for number in chosen:
+        said = {key: value for key, value in messages[number].items() if key not in ("role", "train", "weight", "name")}
+        if not any(value.strip() if isinstance(value, str) else value for value in said.values()):
+            raise row.error(f"message {number} ({messages[number]['role']}) is empty: only its end would be trained")
     if not chosen:
         wanted = "no message is flagged for training" if train_on == "flag" else f"no {' or '.join(roles)} message"
         raise row.error(f"{wanted}: nothing in this row would be trained")
@@ -150,14 +156,21 @@ def trained_messages(row: Row, conversation: Conversation, train_on: str) -> lis
 
 
 def check_train_on(train_on: str) -> None:
-    """A misspelt choice would be taken for a role that no message has."""
-    for name in (part.strip() for part in train_on.split(",")):
-        near = difflib.get_close_matches(name, ("last", "all", "flag", *ROLES), n=1, cutoff=0.75)
+    """A misspelt choice, or one in a list of roles, would be taken for a role that no message has."""
+    parts = [part.strip() for part in train_on.split(",")]
+    if len(parts) > 1 and {"last", "all", "flag"} & set(parts):
+        raise UsageError(f"data.train_on {train_on!r}: last, all and flag stand alone", "a list is of roles")
+    for name in parts:
+        near = _near(name, ("last", "all", "flag", *ROLES))
         if not name or (near and near[0] != name):
             raise UsageError(
                 f"data.train_on {train_on!r} names no role or choice that is known",
                 f"did you mean {near[0]!r}? " if near else "it is all, last, flag, or roles such as assistant,tool",
             )
+
+
+def _near(name: str, known: tuple[str, ...]) -> list[str]:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.75)
 
 
 def _flag(row: Row, number: int, message: Message) -> bool | None:
@@ -172,19 +185,27 @@ def _conversation(row: Row, messages: Any) -> Conversation:
         raise row.error("messages is empty or not a list")
     checked = [_message(row, number, message) for number, message in enumerate(messages)]
     system = row.value.get("system")
-    if isinstance(system, str) and system and checked[0]["role"] != "system":
-        checked.insert(0, {"role": "system", "content": _encodable(row, system)})
+    if system is not None and not isinstance(system, str):
+        raise row.error("system is not a string")
+    if system and checked[0]["role"] == "system":
+        raise row.error("there are two system messages, one in system and one in the messages")
+    if system:
+        checked.insert(0, {"role": "system", "content": encodable(row, system)})
+    return Conversation(checked, _tools(row), _unmask(row))
+
+
+def _unmask(row: Row) -> bool:
     unmask = row.value.get("unmask", False)
     if not isinstance(unmask, bool):
         raise row.error(f"unmask is true or false, not {unmask!r}")
-    return Conversation(checked, _tools(row), unmask)
+    return unmask
 
 
 def _message(row: Row, number: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
         raise row.error(f"message {number} has no role")
     role = message["role"]
-    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75) if role not in ROLES else []
+    near = [] if role in ROLES else [SHAREGPT_ROLES[role]] if role in SHAREGPT_ROLES else _near(role.lower(), ROLES)
     if near:
         raise row.error(f"message {number} has the role {role!r}", f"did you mean {near[0]!r}?")
     content = message.get("content")
@@ -192,10 +213,11 @@ def _message(row: Row, number: int, message: Any) -> Message:
         content = _joined(row, number, content)
         message = {**message, "content": content}
     if content is None and (message.get("tool_calls") or message.get("function_call")):
-        return message
+        # A template would write a null as the word None.
+        return {**message, "content": ""}
     if not isinstance(content, str):
         raise row.error(f"message {number} ({role}) has no text content")
-    _encodable(row, content)
+    encodable(row, content)
     return message
 
 
@@ -216,8 +238,8 @@ def _tools(row: Row) -> list[Any] | None:
             raise row.error(f"tools is a string that is not JSON: {error}") from None
     if not tools:
         return None
-    if not isinstance(tools, list):
-        raise row.error("tools is not a list")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise row.error("tools is not a list of objects")
     return tools
 
 
@@ -260,7 +282,7 @@ def _alpaca(row: Row) -> list[Message]:
     return [*turns, {"role": "user", "content": question}, {"role": "assistant", "content": value["output"]}]
 
 
-def _encodable(row: Row, text: str) -> str:
+def encodable(row: Row, text: str) -> str:
     if text.isascii():
         if "\0" not in text:
             return text

@@ -186,16 +186,22 @@ def _dropped(cache: TokenCache, context_length: int, bad: list[dict[str, Any]]) 
         ),
         (
             counts.dropped_untrained,
-            f"rows (or pieces of them) with nothing to train on within {context_length} tokens, after cutting. To keep "
-            "them, make data.context_length larger",
+            f"rows with nothing to train on within {context_length} tokens, after cutting. To keep them, make "
+            "data.context_length larger",
             [] if cut else counts.examples,
         ),
+        (counts.dropped_pieces, "pieces of split rows with nothing to train on", []),
     )
 
 
 def _notes(counts: Counts, context_length: int) -> list[dict[str, Any]]:
     """What is kept and yet may not be what was meant."""
     return _with_any(
+        (
+            0 if counts.trained_tokens else counts.rows,
+            "rows in which nothing is trained: a run refuses this source",
+            [],
+        ),
         (
             counts.truncated_long,
             f"rows cut to data.context_length {context_length}, which loses {counts.cropped_tokens} tokens",

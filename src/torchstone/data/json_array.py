@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import IO
 
 BLOCK = 1 << 20
+# What is not an element within so many characters is taken for a fault.
+LONGEST = 1 << 28
 NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
 
@@ -25,16 +27,17 @@ def array_lines(stream: IO[bytes]) -> Iterator[bytes]:
     """Every element as one line; ValueError where there is neither an element nor the end."""
     decoder, text = json.JSONDecoder(), _Text(stream)
     text.take("[")
-    if text.next() == "]":
-        return
-    while True:
+    more = text.next() != "]"
+    while more:
         element = text.element(decoder)
         # Within a string a line break is written \n, so one that is seen stands between tokens.
         yield element.replace("\n", " ").replace("\r", " ").encode()
-        if text.next() == "]":
-            return
-        text.take(",")
-        text.next()
+        more = text.next() != "]"
+        if more:
+            text.take(",")
+            text.next()
+    text.take("]")
+    text.end()
 
 
 class _Text:
@@ -60,6 +63,13 @@ class _Text:
             if not self.more():
                 raise ValueError("the array has no end")
 
+    def end(self) -> None:
+        while not (found := NOT_SPACE.search(self.buffer, self.at)):
+            self.at = len(self.buffer)
+            if not self.more():
+                return
+        raise ValueError(f"after the array comes {self.buffer[found.start() : found.start() + 20]!r}")
+
     def take(self, character: str) -> None:
         if self.next() != character:
             raise ValueError(f"{character!r} expected, not {self.buffer[self.at : self.at + 20]!r}")
@@ -72,7 +82,7 @@ class _Text:
             except ValueError:
                 # Tried again when there is twice as much, not after every block: an element may be large.
                 size = len(self.buffer) - self.at
-                if not self.more():
+                if size > LONGEST or not self.more():
                     raise
                 while len(self.buffer) < 2 * size and self.more():
                     continue

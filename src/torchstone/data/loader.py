@@ -19,7 +19,7 @@ from torchstone.config.schema import Config, DataConfig
 from torchstone.data.cache import BuildSettings, Source, TokenCache, find_source, open_cache
 from torchstone.data.collate import PADDING, MicroBatch, collate
 from torchstone.data.encode import Counts
-from torchstone.data.formats import PLAIN, Shape, check_train_on
+from torchstone.data.formats import CHAT, PLAIN, Shape, check_train_on
 from torchstone.data.packing import Batching, Plan, batching
 from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
 from torchstone.data.samples import BestFitRows, Samples, StreamRows, WholeSequences, split, together
@@ -31,7 +31,7 @@ ROWS_OF_TEXT, ROWS_OF_CHAT = 8, 4
 
 @dataclass
 class StepBatch:
-    """One rank's micro-batches of an optimizer step, and the counts of the whole step that all ranks divide by."""
+    """One rank's micro-batches of an optimizer step and their padding; other counts are of the step on all ranks."""
 
     micro_batches: list[MicroBatch]
     samples: int
@@ -121,7 +121,7 @@ def load_data(
     packed = data.packing and any(source.shape not in PLAIN for source in sources)
     text = all(source.shape in PLAIN for source in sources)
     numbers = batching(config.training, packed, data.context_length, ROWS_OF_TEXT if text else ROWS_OF_CHAT)
-    caches = [open_source(data, source, tokenizer, console) for source in sources]
+    caches = [open_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
     chosen = [split(cache.origins, data.validation_split, seed) for cache in caches]
     parts = [_samples(data, cache, members) for cache, (members, _) in zip(caches, chosen, strict=True)]
     held_out = [_samples(data, cache, out) for cache, (_, out) in zip(caches, chosen, strict=True) if len(out)]
@@ -160,17 +160,26 @@ def find_sources(
 
 
 def open_source(
-    data: DataConfig, source: Source, tokenizer: Tokenizer, console: Console, look_only: bool = False
-) -> TokenCache:
+    data: DataConfig, source: Source, tokenizer: Tokenizer, console: Console, look_only: bool = False,
+    max_rows: int | None = None,
+) -> TokenCache:  # fmt: skip
     """The tokenized `source`; what became of its rows is said. One that is only looked at is never refused."""
     check_train_on(data.train_on)
     streamed = source.shape in PLAIN and data.packing and data.text_packing == "stream"
     on_long = ("split" if source.shape in PLAIN else "drop") if data.on_long_row == "auto" else data.on_long_row
     limit = None if streamed else data.context_length
+    if streamed and data.on_long_row in ("drop", "truncate") and not look_only:
+        console.warn(
+            f"{source.title}: data.on_long_row {data.on_long_row} does not apply to it: packed text is one stream, cut "
+            "every data.context_length tokens (data.text_packing best-fit keeps documents whole)"
+        )
+    if source.shape in CHAT:
+        for token in tokenizer.broken_marks:
+            console.warn(f"the chat template writes {token}, which is not one token of {tokenizer.source}")
     recipe = tokenizer.recipe(source.shape, limit, "" if limit is None else on_long, data.train_on)
     stop = data.on_bad_row == "stop" and not look_only
     settings = BuildSettings(Path(data.cache_dir), data.prepare_workers, stop)
-    cache = open_cache(source, recipe, settings, console, data.max_samples)
+    cache = open_cache(source, recipe, settings, console, max_rows)
     if not look_only:
         report_counts(cache, console)
         cache.refuse_if_untrained()
@@ -189,10 +198,10 @@ def report_counts(cache: TokenCache, console: Console) -> None:
             f"dropped, being longer than data.context_length{such_as} (data.on_long_row says otherwise)",
         ),
         (counts.truncated_long, f"cut to data.context_length{such_as}: {counts.cropped_tokens} tokens lost"),
-        (counts.split_long, f"cut into pieces of data.context_length{such_as}"),
+        (counts.split_long, f"cut into pieces of data.context_length{such_as}: {counts.cropped_tokens} tokens lost"),
         (
             counts.dropped_untrained,
-            f"(or pieces) dropped, nothing to train on being left within data.context_length{such_as}",
+            f"dropped, nothing to train on being left of them within data.context_length{such_as}",
         ),
         (counts.untrained if cache.shape == "tokens" else 0, "have no label to learn from; they are kept"),
     ):
@@ -212,9 +221,9 @@ def _samples(data: DataConfig, cache: TokenCache, members: np.ndarray) -> Sample
 def _fingerprint(data: DataConfig, caches: list[TokenCache]) -> str:
     """Names the samples and their order: the contents of every source, and how they are laid out and mixed."""
     decides = [cache.key for cache in caches]
-    if len(caches) == 1 and data.text_packing == "stream":
-        return decides[0]
-    decides += [data.text_packing, *map(str, data.weights)]
+    if data.packing and any(cache.shape in PLAIN for cache in caches):
+        decides.append(data.text_packing)
+    decides += [f"{weight / sum(data.weights):.9f}" for weight in data.weights]
     return hashlib.sha256("\0".join(decides).encode()).hexdigest()
 
 

@@ -36,8 +36,8 @@ class InfiniteSampler:
     """The samples 0 to size - 1, every one once an epoch. Iterating over it never ends."""
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True, drawn: int = 0) -> None:
-        if size < 1:
-            raise ValueError("a sampler needs at least one sample")
+        if size < 1 or drawn < 0:
+            raise ValueError(f"a sampler needs at least one sample, and cannot go on before the first: {size}, {drawn}")
         self.size, self.seed, self.shuffle, self.drawn = size, seed, shuffle, drawn
         self._epoch = -1
         self._order: np.ndarray = np.empty(0, dtype=np.int64)
@@ -47,7 +47,9 @@ class InfiniteSampler:
 
     def __iter__(self) -> Iterator[int]:
         while True:
-            yield from self.take(min(1024, self.size)).tolist()
+            for sample in self.at(np.arange(self.drawn, self.drawn + 1024)).tolist():
+                self.drawn += 1
+                yield sample
 
     def take(self, count: int) -> np.ndarray:
         """The next `count` samples; a draw may run across the end of an epoch."""
@@ -58,12 +60,13 @@ class InfiniteSampler:
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The samples at these places of the endless order."""
         epochs, indices = np.divmod(positions, self.size)
-        if not self.shuffle:
+        if not self.shuffle or self.size == 1:
             return indices
         found = np.empty_like(indices)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            found[here] = self._shuffled(indices[here], epoch)
+        by_epoch = np.argsort(epochs, kind="stable")
+        for here in np.split(by_epoch, np.flatnonzero(np.diff(epochs[by_epoch])) + 1):
+            if len(here):
+                found[here] = self._shuffled(indices[here], int(epochs[here[0]]))
         return found
 
     def _shuffled(self, indices: np.ndarray, epoch: int) -> np.ndarray:
@@ -76,7 +79,7 @@ class InfiniteSampler:
 
 
 class MixedSampler:
-    """Several sources by weight: in any run of draws each has its share, to within a sample.
+    """Several sources by weight: in any run of draws each has its share, to within a sample for each source.
 
     Samples are numbered through: those of the second source follow those of the first. A source that is drawn more
     often than it has samples begins its next epoch, in another order.

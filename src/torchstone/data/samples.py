@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -141,13 +142,14 @@ def split(origins: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.
 def _layout(cache: TokenCache, members: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
     name = hashlib.sha256(members.tobytes()).hexdigest()[:16]
     path = cache.folder / f"rows-{row_length}-{name}.npy"
-    if not path.is_file():
+    found = _load(path)
+    if found is None and os.access(cache.folder, os.W_OK):
         with locked(cache.folder / f"{path.stem}.lock"):
-            if not path.is_file():
-                order, offsets = _in_order(*best_fit_rows(cache.lengths[members].astype(np.int64), row_length))
-                _save(path, np.concatenate([[len(order)], order, offsets]))
-    kept: np.ndarray = np.load(path, mmap_mode="r")
-    return kept[1 : 1 + kept[0]], kept[1 + kept[0] :]
+            found = _load(path)
+            if found is None:
+                _save(path, *_in_order(*best_fit_rows(cache.lengths[members].astype(np.int64), row_length)))
+                found = _load(path)
+    return found or _in_order(*best_fit_rows(cache.lengths[members].astype(np.int64), row_length))
 
 
 def _in_order(order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -158,10 +160,23 @@ def _in_order(order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.nd
     return order[np.repeat(offsets[by_first] - ends[:-1], sizes) + np.arange(len(order))], ends
 
 
-def _save(path: Path, array: np.ndarray) -> None:
+def _load(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """A layout that is there and whole: documents, where rows begin, and a checksum of both after their number."""
+    if not path.is_file():
+        return None
+    try:
+        kept: np.ndarray = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError):
+        return None
+    whole = len(kept) > 2 and kept[1] == zlib.crc32(kept[2:].tobytes())
+    return (kept[2 : 2 + kept[0]], kept[2 + kept[0] :]) if whole else None
+
+
+def _save(path: Path, order: np.ndarray, offsets: np.ndarray) -> None:
+    both = np.concatenate([order, offsets]).astype(np.int64)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     with partial.open("wb") as file:
-        np.save(file, array)
+        np.save(file, np.concatenate([[len(order), zlib.crc32(both.tobytes())], both]))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -26,8 +26,16 @@ CHUNK_ROWS = 1000
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
 JSONL = (".jsonl", ".json", ".ndjson")
 ENDINGS = (*(f"{name}{packed}" for name in JSONL for packed in ("", ".gz", ".zst")), ".parquet")
+# All that any shape of row looks at (formats.py); a table may have columns that Python cannot even hold.
+COLUMNS = {
+    "input_ids", "labels", "len", "messages", "conversations", "tools", "system", "unmask", "prompt", "completion",
+    "instruction", "input", "output", "history", "text", "document",
+}  # fmt: skip
+OTHER_KINDS = (".txt", ".csv", ".tsv", ".md", ".arrow", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".xlsx", ".bin", ".npy")
+MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 BOM = b"\xef\xbb\xbf"
 BEGINNING = 100
+STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class BadRow(DataError):
@@ -36,6 +44,8 @@ class BadRow(DataError):
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
         begins = raw.strip()
         begins = begins if len(begins) <= BEGINNING else begins[: BEGINNING - 1] + "…"
+        # What a row says to a terminal is not for the terminal.
+        begins = STEERING.sub(lambda found: f"\\x{ord(found[0]):02x}", begins)
         super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row begins {begins}", hint])))
         self.path, self.line, self.reason, self.raw, self.more = path, line, reason, raw, hint
 
@@ -79,6 +89,8 @@ def find_files(name: str) -> list[Path]:
             raise UsageError(f"no data files in the folder {path}", f"looked for {', '.join(ENDINGS)}")
         return found
     if path.is_file():
+        if path.suffix in OTHER_KINDS:
+            raise UsageError(f"{path}: {path.suffix} files are not read", f"the kinds are {', '.join(ENDINGS)}")
         return [path]
     if glob.has_magic(name):
         found = sorted(Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file())
@@ -111,9 +123,8 @@ def rows(chunk: Chunk) -> Iterator[Row | BadRow]:
         yield from _arrow_rows(chunk)
         return
     for number, raw in enumerate(_lines(chunk.payload), start=chunk.first_line):
-        raw = raw.removeprefix(BOM)
-        if raw.strip():
-            yield _parse(raw, chunk.path, number)
+        if _is_row(raw):
+            yield _parse(raw.removeprefix(BOM), chunk.path, number)
 
 
 def read_rows(name: str | Path) -> Iterator[Row]:
@@ -127,11 +138,7 @@ def read_rows(name: str | Path) -> Iterator[Row]:
 
 def row_count(chunk: Chunk) -> int:
     """How many rows, good or bad, a chunk has."""
-    return (
-        chunk.rows
-        if chunk.rows is not None
-        else sum(1 for raw in _lines(chunk.payload) if raw.strip(b" \r\t\xef\xbb\xbf"))
-    )
+    return chunk.rows if chunk.rows is not None else sum(map(_is_row, _lines(chunk.payload)))
 
 
 def first_rows(chunk: Chunk, count: int) -> Chunk:
@@ -145,16 +152,20 @@ def first_rows(chunk: Chunk, count: int) -> Chunk:
     for raw in _lines(chunk.payload):
         if found == count:
             break
-        found += bool(raw.strip())
+        found += _is_row(raw)
         kept.append(raw)
     return chunk._replace(payload=b"\n".join(kept))
+
+
+def _is_row(raw: bytes) -> bool:
+    return bool(raw.removeprefix(BOM).strip())
 
 
 def size_on_disk(path: Path) -> int:
     return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.rglob("*.arrow"))
 
 
-def contents(path: Path) -> list[Path]:
+def real_files(path: Path) -> list[Path]:
     """The files whose bytes are what a data file says: itself, or those of a datasets folder."""
     return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".arrow", ".json"))
 
@@ -213,6 +224,9 @@ def _is_array(path: Path) -> bool:
             f"{path}: UTF-16, by its byte order mark; JSON is UTF-8",
             f"iconv -f UTF-16 -t UTF-8 {path.name} > NEW.jsonl",
         )
+    for magic, ending in MAGIC.items():
+        if beginning.startswith(magic):
+            raise DataError(f"{path}: by its contents this is a {ending} file", f"give it a name that ends in {ending}")
     return begins_array(beginning)
 
 
@@ -366,7 +380,10 @@ def _arrow_rows(chunk: Chunk) -> Iterator[Row]:
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.payload).read_all()
-    for number, value in enumerate(table.to_pylist(), start=chunk.first_line):
+    known = [name for name in table.column_names if name in COLUMNS]
+    # Where nothing is known, the names are all there is to say.
+    values = table.select(known).to_pylist() if known else [dict.fromkeys(table.column_names, "…")] * len(table)
+    for number, value in enumerate(values, start=chunk.first_line):
         yield Row(chunk.path, number, _without_nulls(value))
 
 

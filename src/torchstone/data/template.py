@@ -33,6 +33,24 @@ TEMPLATES = Path(__file__).parent / "templates"
 DATE = datetime(2025, 1, 1)
 # Rendering one conversation takes a fraction of a millisecond; what takes seconds will never end.
 SECONDS = 5.0
+LARGEST = 10_000_000
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja2's sandbox, and no way to fill the memory by multiplying."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            size = abs(right) * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
+        else:
+            times = [value for value in (left, right) if isinstance(value, int)]
+            many = [len(value) for value in (left, right) if isinstance(value, Sequence)]
+            size = times[0] * many[0] if times and many else 0
+        if size > LARGEST:
+            raise jinja2.TemplateError(f"{operator} would make something of {size} parts")
+        return super().call_binop(context, operator, left, right)
 
 
 class GenerationTag(Extension):
@@ -56,17 +74,19 @@ class Rendered:
 class NotPrefixStable(DataError):
     """`longer` should begin with `shorter`, and does not."""
 
-    def __init__(self, number: int, shorter: str, longer: str) -> None:
+    def __init__(self, number: int, shorter: str, longer: str, prompt: bool = False) -> None:
+        what = f"what stands before message {number}" if prompt else f"message {number}"
+        after = "that message" if prompt else "more"
         super().__init__(
-            f"the chat template renders message {number} differently once more follows, so what is trained cannot be "
-            "told from what is read"
+            f"the chat template renders {what} differently once {after} follows, so what is trained cannot be told "
+            "from what is read"
         )
         self.shorter, self.longer = shorter, longer
 
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise_exception
@@ -78,6 +98,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template is not valid: {error}") from None
+
+    def text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+        with _time_limit(SECONDS):
+            return self._render(messages, tools)
 
     def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         """What the model reads before it answers."""
@@ -112,7 +136,7 @@ class ChatTemplate:
         after = text if last else _beginning(number, self._render(messages[: number + 1], tools), text)
         if messages[number]["role"] == "assistant":
             before = self._render(messages[:number], tools, add_generation_prompt=True)
-            return len(_beginning(number, before, after)), len(after)
+            return len(_beginning(number, before, after, prompt=True)), len(after)
         return self._header(messages[: number + 1], tools, after), len(after)
 
     def _header(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> int:
@@ -138,12 +162,15 @@ class ChatTemplate:
 def named_template(name: str) -> str:
     """The source of a template by its file or its name."""
     if Path(name).is_file():
-        return Path(name).read_text(encoding="utf-8")
+        try:
+            return Path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the chat template {name} is not UTF-8: {error}") from None
     built_in = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
     if name in built_in:
         return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     raise UsageError(
-        f"data.chat_template {name!r} is neither a file nor a built-in template", f"there are {', '.join(built_in)}"
+        f"chat template {name!r} is neither a file nor a built-in template", f"there are {', '.join(built_in)}"
     )
 
 
@@ -153,24 +180,25 @@ def _time_limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGALRM, _out_of_time)
-    before = signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Time that the process works, not the clock's: a machine that stalls makes no row bad.
+    previous = signal.signal(signal.SIGVTALRM, _out_of_time)
+    before = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     except TimeoutError:
         raise DataError(f"the chat template did not end within {SECONDS:g} s on a conversation") from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *before)
-        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_VIRTUAL, *before)
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def _out_of_time(number: int, frame: Any) -> None:
     raise TimeoutError
 
 
-def _beginning(number: int, shorter: str, longer: str) -> str:
+def _beginning(number: int, shorter: str, longer: str, prompt: bool = False) -> str:
     if not longer.startswith(shorter):
-        raise NotPrefixStable(number, shorter, longer)
+        raise NotPrefixStable(number, shorter, longer, prompt)
     return shorter
 
 

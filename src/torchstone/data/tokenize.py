@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,12 @@ class Tokenizer:
             )
         return ChatTemplate(self.hf.chat_template, self.hf.special_tokens_map)
 
+    @cached_property
+    def broken_marks(self) -> list[str]:
+        """What the chat template writes as a special token, `<|name|>`, and this tokenizer cuts into pieces."""
+        written = dict.fromkeys(re.findall(r"<\|\w+\|>", self.template.source))
+        return [mark for mark in written if len(self.encode(mark)) > 1]
+
     def encode(self, text: str) -> list[int]:
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -84,7 +91,7 @@ class Tokenizer:
             shape=shape,
             limit=limit,
             on_long_row=on_long_row,
-            train_on=train_on,
+            train_on=train_on if shape in CHAT or shape == "prompt" else "",
         )
 
     def decode(self, ids: list[int]) -> str:

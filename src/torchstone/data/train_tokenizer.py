@@ -28,6 +28,7 @@ Pattern = Literal["gpt2", "gpt4", "gpt4o", "qwen2"]
 PATTERNS: dict[Pattern, str] = {"gpt2": GPT2, "gpt4": CL100K, "gpt4o": O200K, "qwen2": QWEN2}
 END, PAD, BEGIN = "<|endoftext|>", "<|pad|>", "<|begin_of_text|>"
 BYTES = 256
+LARGEST_VOCABULARY = 1 << 22
 BATCH_BYTES = 1 << 20
 # What is kept to be measured and checked, in characters: of one text, and of all together.
 SAMPLE_TEXT, SAMPLE = 20_000, 2_000_000
@@ -55,6 +56,10 @@ def train_tokenizer(
         raise UsageError(f"no pattern {pattern!r}", f"there are {', '.join(get_args(Pattern))}")
     template = None if chat_template is None else named_template(chat_template)
     tokens = _special_tokens(template, special)
+    if not names:
+        raise UsageError("no data to learn from", "--data FILE names some")
+    if min_frequency < 1 or vocab_size > LARGEST_VOCABULARY:
+        raise UsageError(f"vocab_size is at most {LARGEST_VOCABULARY}, min_frequency at least 1")
     least = BYTES + len(tokens)
     if vocab_size < least:
         raise UsageError(

@@ -47,6 +47,8 @@ SETTLED = regex.compile(
     r"\u3005-\u301c\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5d]*+"
 )
 REMEMBERED = 1 << 20
+# Longer ones, such as base64 or genes, hardly come again, and would fill the memory.
+LONGEST_REMEMBERED = 64
 
 
 class WordEncoder:
@@ -71,12 +73,16 @@ class WordEncoder:
         known = self._known
         unknown = dict.fromkeys(word for words in cut if words is not None for word in words if word not in known)
         alone = self._learn(list(unknown))
-        return [
+        found = [
             list(chain.from_iterable(map(known.__getitem__, words)))
             if words is not None and (alone or all(word in known for word in words))
             else None
             for words in cut
         ]
+        for word in unknown:
+            if len(word) > LONGEST_REMEMBERED:
+                known.pop(word, None)
+        return found
 
     def offsets(self, text: str, ids: list[int]) -> np.ndarray:
         """Where in `text` each of its tokens begins and ends, in characters: an array of pairs.
@@ -85,6 +91,7 @@ class WordEncoder:
         """
         sizes = self._sizes[ids]
         ends = np.cumsum(sizes)
+        assert not ids or ends[-1] == len(text.encode()), f"the tokens of {text[:80]!r} do not add up to it"
         if text.isascii():
             return np.stack([ends - sizes, ends], axis=1)
         starts_character = (np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0) != 0x80
@@ -121,13 +128,18 @@ class WordEncoder:
 
 def word_encoder(backend: Any) -> WordEncoder | None:
     """For a byte-level BPE with a pattern that is known here; None for any other tokenizer."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
     settings = json.loads(backend.to_str())
     model, pattern = settings["model"], _pattern(settings.get("pre_tokenizer"))
     if model["type"] != "BPE" or model.get("dropout") or pattern is None:
         return None
     if settings.get("normalizer") not in (None, {"type": "NFC"}):
         return None
-    if model.get("end_of_word_suffix") or model.get("continuing_subword_prefix"):
+    if any(model.get(key) for key in ("end_of_word_suffix", "continuing_subword_prefix", "unk_token", "byte_fallback")):
+        return None
+    if not set(ByteLevel.alphabet()) <= model["vocab"].keys():
+        # A byte without a token is dropped, or becomes one that says nothing of its length.
         return None
     special, refused = {}, []
     for token in settings["added_tokens"]:

@@ -21,6 +21,7 @@ from torchstone.data.encode import Encoder, Part, Recipe
 from torchstone.data.sources import Chunk
 
 START = "import sys; from torchstone.data.workers import serve; serve(int(sys.argv[1]))"
+OUT_OF_MEMORY = "out of memory is the usual reason: fewer processes take less (--data.prepare_workers 1); "
 # Parts that may wait for an earlier one, for each process.
 AHEAD = 4
 
@@ -28,24 +29,26 @@ AHEAD = 4
 class Workers:
     def __init__(self, recipe: Recipe, count: int) -> None:
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
+        # The same modules as here: the path of this process, and (-P) not the folder it happens to be in.
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
         }
         for _ in range(count):
             here, there = Pipe()
-            command = [sys.executable, "-c", START, str(there.fileno())]
+            command = [sys.executable, "-P", "-c", START, str(there.fileno())]
             process = subprocess.Popen(
                 command, pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
             there.close()
             self._processes[here] = process
-        for connection in self._processes:
-            connection.send(recipe)
+        self._recipe = recipe
 
     def encode(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Part]]:
         """Every chunk, without its payload, and what it became; in order."""
+        for connection in self._processes:
+            self._send(connection, self._recipe)
         idle, busy = list(self._processes), dict[Connection, int]()
         sent: dict[int, Chunk] = {}
         parts: dict[int, Part] = {}
@@ -73,26 +76,28 @@ class Workers:
             process.kill()
             process.wait()
 
-    def _send(self, connection: Connection, chunk: Chunk) -> None:
+    def _send(self, connection: Connection, what: Recipe | Chunk) -> None:
         try:
-            connection.send(chunk)
-        except BrokenPipeError:
-            self._receive(connection)
+            connection.send(what)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._died(connection) from None
 
     def _receive(self, connection: Connection) -> Part:
         try:
             reply = connection.recv()
         except (EOFError, ConnectionResetError):
-            code = self._processes[connection].wait()
-            raise errors.DataError(
-                f"a tokenizing process died {f'of signal {-code}' if code < 0 else f'with exit code {code}'}",
-                "out of memory is the usual reason: fewer processes take less (--data.prepare_workers 1); "
-                "what was done so far is kept",
-            ) from None
+            raise self._died(connection) from None
         if isinstance(reply, Part):
             return reply
         kind, message, hint = reply
         raise getattr(errors, kind)(message, hint) if kind else RuntimeError(f"in a tokenizing process:\n{message}")
+
+    def _died(self, connection: Connection) -> errors.WorkerError:
+        code = self._processes[connection].wait()
+        return errors.WorkerError(
+            f"a tokenizing process died {f'of signal {-code}' if code < 0 else f'with exit code {code}'}",
+            f"{OUT_OF_MEMORY if code == -signal.SIGKILL else ''}what was done so far is kept",
+        )
 
 
 def serve(descriptor: int) -> None:

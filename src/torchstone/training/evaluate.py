@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchstone.config.schema import Config
-from torchstone.data.formats import CHAT, Shape, conversation_of
+from torchstone.data.formats import CHAT, Message, Shape, conversation_of
 from torchstone.data.loader import load_data
 from torchstone.data.sources import read_rows
 from torchstone.data.tokenize import Tokenizer
@@ -18,6 +18,13 @@ from torchstone.observe.console import Console
 from torchstone.training.step import mean_loss
 
 QUESTIONS_AT_A_TIME = 64
+
+
+class Question(NamedTuple):
+    """What is said before an answer, and the tools it may call."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
 
 
 def evaluate_file(
@@ -49,24 +56,24 @@ def exact_match(
     """Greedy answers to all but the last message of each row, compared with that last message."""
     asked = []
     for row in read_rows(path):
-        messages = conversation_of(row, shape).messages
-        if messages[-1]["role"] == "assistant":
-            asked.append((messages[:-1], messages[-1]["content"]))
+        conversation = conversation_of(row, shape)
+        *before, last = conversation.messages
+        # A tool call has no words to compare.
+        if last["role"] == "assistant" and last.get("content"):
+            asked.append((Question(before, conversation.tools), last["content"]))
         if questions is not None and len(asked) == questions:
             break
-    answers = answer(decoder, tokenizer, [messages for messages, _ in asked], _longest(tokenizer, asked))
+    answers = answer(decoder, tokenizer, [question for question, _ in asked], _longest(tokenizer, asked))
     right = [given.strip() == wanted.strip() for given, (_, wanted) in zip(answers, asked, strict=True)]
     examples = [
-        {"question": messages[-1]["content"], "answer": given, "wanted": wanted}
-        for given, (messages, wanted) in list(zip(answers, asked, strict=True))[:8]
+        {"question": question.messages[-1].get("content") or "", "answer": given, "wanted": wanted}
+        for given, (question, wanted) in list(zip(answers, asked, strict=True))[:8]
     ]
     return {"exact_match": sum(right) / max(1, len(right)), "questions": len(right), "examples": examples}
 
 
-def answer(
-    decoder: Decoder, tokenizer: Tokenizer, conversations: list[list[dict[str, Any]]], max_new_tokens: int
-) -> list[str]:
-    prompts = [tokenizer.encode(tokenizer.template.prompt(messages)) for messages in conversations]
+def answer(decoder: Decoder, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int) -> list[str]:
+    prompts = [tokenizer.encode(tokenizer.template.prompt(q.messages, q.tools)) for q in questions]
     was_training = decoder.training
     decoder.eval()
     answers = []
@@ -77,6 +84,6 @@ def answer(
     return answers
 
 
-def _longest(tokenizer: Tokenizer, asked: list[tuple[list[dict[str, Any]], str]]) -> int:
+def _longest(tokenizer: Tokenizer, asked: list[tuple[Question, str]]) -> int:
     """Room for the longest wanted answer and its end, so that a longer wrong one is not cut into a right one."""
     return 4 + max((len(tokenizer.encode(wanted)) for _, wanted in asked), default=0)

@@ -15,6 +15,11 @@ from torchstone.data.loader import RunData
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.observe.console import Console
 
+DATA_CHANGED = (
+    "the samples are not the same (what the files hold, the tokenizer, its template, what is trained of a row, the "
+    "longest row, the number of rows, the layout of text, or the weights)"
+)
+
 
 @contextmanager
 def held(config: Config) -> Iterator[None]:
@@ -67,7 +72,11 @@ def identity(config: Config, data: RunData) -> dict[str, Any]:
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
-    changed = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
+    changed = [
+        f"{key} was {saved.get(key)}, is {now[key]}" if key != "data" else DATA_CHANGED
+        for key in now
+        if saved.get(key) != now[key]
+    ]
     if changed:
         raise CheckpointError(
             f"{checkpoint} is of a run with another model, data or order of samples: {'; '.join(changed)}",
