@@ -199,7 +199,7 @@ class TestCache:
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(60)
+            worker.join(180)
         assert [worker.exitcode for worker in workers] == [0] * 8
         assert (tmp_path / "built").read_text() == "built\n"
 
