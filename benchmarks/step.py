@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from torchstone.config.schema import ModelConfig, OptimConfig
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.models.sizing import decoder_config, describe
-from torchstone.models.weights import new_model
+from torchstone.models.model import new_model
+from torchstone.models.sizing import new_hf_config
 from torchstone.optim.build import build_optimizer
 from torchstone.training.step import train_step
 
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     device = torch.device(options.device)
-    shape = decoder_config(
+    shape = new_hf_config(
         ModelConfig(depth=options.depth, width=options.width), vocab_size=options.vocab, context_length=options.length
     )
     rng = np.random.default_rng(0)
@@ -51,28 +52,24 @@ def main() -> None:
     for name, values in seconds.items():
         middle = statistics.median(values)
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-        print(json.dumps({"arm": name, "model": describe(shape), "device": str(device), "step_s": middle,
+        print(json.dumps({"arm": name, "model": shape, "device": str(device), "step_s": middle,
                           "tok_s": ids.size / middle, "rounds": len(values), "both_arms_memory": memory}))  # fmt: skip
     ratio = statistics.median(seconds["transformers"]) / statistics.median(seconds["torchstone"])
     print(json.dumps({"torchstone_over_transformers": ratio}))
 
 
-def torchstone_arm(shape: object, ids: np.ndarray, device: torch.device) -> Callable[[], None]:
-    decoder = new_model("llama", shape, "sdpa", device).decoder  # type: ignore[arg-type]
-    decoder.initialise(0.02, 0)
+def torchstone_arm(shape: dict[str, Any], ids: np.ndarray, device: torch.device) -> Callable[[], None]:
+    decoder = new_model(shape, 0.02, 0, device).module
     optimizer = build_optimizer(decoder.named_parameters(), OptimConfig())
     batch = collate([[Encoded(row, row)] for row in ids], pad_id=0)
     step_batch = StepBatch([batch], len(ids), ids.size, int((batch.labels != -100).sum()), 0, 0)
     return lambda: train_step(decoder, optimizer, step_batch, 1, 1e-4, 1.0, False, device) and None
 
 
-def transformers_arm(shape: object, ids: np.ndarray, device: torch.device) -> Callable[[], None]:
+def transformers_arm(shape: dict[str, Any], ids: np.ndarray, device: torch.device) -> Callable[[], None]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from torchstone.models.families import FAMILIES
-
-    settings = FAMILIES["llama"].write(shape)  # type: ignore[arg-type]
-    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in settings.items() if k != "model_type"})).to(device)
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in shape.items() if k != "model_type"})).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.tensor(ids, device=device)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,12 @@ from torch import Tensor, nn
 LOSS_LIMIT = 1e-6
 NORM_LIMIT = 1e-6
 GRADIENT_LIMIT = 1e-5
+ZERO_LIMIT = 1e-8
 FREE_LOSS_LIMIT = 2e-6
 FREE_WEIGHT_LIMIT = 5e-6
+# Soft caps differ between Transformers' own backends by more than the rest.
+CAPPED_LOSS_LIMIT = 2e-5
+CAPPED_WEIGHT_LIMIT = 1e-4
 LONG_LOSS_LIMIT = 1e-5
 
 FREE_RUNNING = {"steps": 5, "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
@@ -74,10 +78,15 @@ def random_batches(
 class Reference:
     """Transformers and torch.optim in a plain loop."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, alone: bool = False
+    ) -> None:
+        """With `alone` every sequence is its own batch, for models in which a row depends on its neighbours' length."""
+        self.model, self.optimizer, self.max_norm, self.alone = model, optimizer, max_norm, alone
 
     def step(self, micro_batches: MicroBatches) -> StepNumbers:
+        if self.alone:
+            micro_batches = [[sequence] for batch in micro_batches for sequence in batch]
         count = sum(label != -100 for batch in micro_batches for _, labels in batch for label in labels[1:])
         self.optimizer.zero_grad()
         total = 0.0
@@ -101,8 +110,9 @@ class Reference:
 
 def reference_adamw(model: nn.Module, weight_decay: float, **settings: Any) -> torch.optim.AdamW:
     """AdamW without decay on what has one dimension and on embeddings: the package's default, written out."""
-    decayed = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in n]
-    kept = [p for n, p in model.named_parameters() if p.dim() == 1 or "embed_tokens" in n]
+    embeddings = ("embed_tokens", "transformer.wte", "transformer.wpe")
+    kept = [p for n, p in model.named_parameters() if p.dim() == 1 or any(word in n for word in embeddings)]
+    decayed = [p for p in model.parameters() if all(p is not other for other in kept)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, **settings)
 
@@ -122,9 +132,14 @@ class Worst:
 
 
 def assert_step_locked(
-    reference: Reference, ours: OurStep, lock: Callable[[Reference], None], steps: list[MicroBatches]
+    reference: Reference,
+    ours: OurStep,
+    lock: Callable[[Reference], None],
+    steps: list[MicroBatches],
+    zeros: Collection[str] = (),
 ) -> Worst:
-    """`lock` gives our side the reference's weights and moments."""
+    """`lock` gives our side the reference's weights and moments. Gradients named in `zeros` are zero by mathematics, so
+    that both sides hold rounding alone, and must be next to nothing beside the norm of all gradients."""
     worst = Worst()
     for batches in steps:
         lock(reference)
@@ -133,7 +148,10 @@ def assert_step_locked(
         assert got.gradients.keys() == wanted.gradients.keys()
         worst.see(loss=relative(got.loss, wanted.loss), norm=relative(got.grad_norm, wanted.grad_norm))
         for name, gradient in wanted.gradients.items():
-            worst.see(gradient=distance(got.gradients[name], gradient))
+            if name in zeros:
+                assert max(got.gradients[name].norm(), gradient.norm()) <= ZERO_LIMIT * wanted.grad_norm, name
+            else:
+                worst.see(gradient=distance(got.gradients[name], gradient))
     assert worst.loss <= LOSS_LIMIT, worst
     assert worst.norm <= NORM_LIMIT, worst
     assert worst.gradient <= GRADIENT_LIMIT, worst
@@ -141,7 +159,12 @@ def assert_step_locked(
 
 
 def assert_free_running(
-    reference: Reference, ours: OurStep, our_weights: Callable[[], dict[str, Tensor]], steps: list[MicroBatches]
+    reference: Reference,
+    ours: OurStep,
+    our_weights: Callable[[], dict[str, Tensor]],
+    steps: list[MicroBatches],
+    loss_limit: float = FREE_LOSS_LIMIT,
+    weight_limit: float = FREE_WEIGHT_LIMIT,
 ) -> Worst:
     worst = Worst()
     for batches in steps:
@@ -150,8 +173,8 @@ def assert_free_running(
     weights = our_weights()
     for name, parameter in reference.model.named_parameters():
         worst.see(weight=(weights[name] - parameter).abs().max().item())
-    assert worst.loss <= FREE_LOSS_LIMIT, worst
-    assert worst.weight <= FREE_WEIGHT_LIMIT, worst
+    assert worst.loss <= loss_limit, worst
+    assert worst.weight <= weight_limit, worst
     return worst
 
 

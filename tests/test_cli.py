@@ -103,7 +103,7 @@ class TestWrongUsage:
             (["train", "--preset", "debug", "--training.seed", "99999999999999999999"], "less than 9.22"),
             (["evaluate", "nowhere", "--data", "demo:heldout"], "nowhere does not exist"),
             (["export", "nowhere", "there"], "nowhere does not exist"),
-            (["export", "nowhere", "there", "--dtype", "int8"], 'Choose from: "float32"'),
+            (["export", "nowhere", "there", "--dtype", "int8"], 'Choose from: "auto", "float32"'),
             (["chat", "nowhere"], "nowhere does not exist"),
             (["train", "--preset", "debug", "--output-dir", "a-file"], "a-file: File exists"),
             (["train", "--preset", "debug", "--data.cache_dir", "a-file"], "a-file"),

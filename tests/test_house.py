@@ -23,7 +23,7 @@ FLOORS = [
     {"training"},
     {"batchsize", "diagnose"},
     {"api"},
-    {"cli", "demo.__main__"},
+    {"cli", "stages", "demo.__main__"},
 ]
 # `import torchstone` hands out the api's names when they are first used.
 LAZY = {("__init__", "api")}

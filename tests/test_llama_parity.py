@@ -11,23 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 import parity
+from sides import MAX_NORM, WEIGHT_DECAY, both_sides
 from tiny import TINY_LLAMA, make_llama, write_rows
 from torchstone import api
 from torchstone.config import load_config
-from torchstone.config.schema import OptimConfig
-from torchstone.data.collate import collate
-from torchstone.data.encode import Encoded
-from torchstone.data.loader import StepBatch
-from torchstone.models.weights import Model, load_model
+from torchstone.models.model import Execution, load_model
 from torchstone.observe.metrics import read_metrics
-from torchstone.optim.build import build_optimizer
 from torchstone.training import step as training_step
 
 LLAMA3_ROPE = {
@@ -40,62 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama3": {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
-MAX_NORM = 0.5
-WEIGHT_DECAY = 0.1
-
-
-class OurSide:
-    """The package's own step, fed with the protocol's micro-batches, packed into one row each or padded."""
-
-    def __init__(self, folder: Path, packed: bool, lr: float, betas: tuple[float, float], eps: float) -> None:
-        self.model: Model = load_model(folder, "sdpa", torch.device("cpu"))
-        self.packed, self.lr = packed, lr
-        optim = OptimConfig(learning_rate=lr, betas=betas, eps=eps, weight_decay=WEIGHT_DECAY)
-        self.optimizer = build_optimizer(self.model.decoder.named_parameters(), optim)
-        self.gradients: dict[str, Tensor] = {}
-        self.optimizer.register_step_pre_hook(lambda *_: self.keep_gradients())
-
-    def keep_gradients(self) -> None:
-        self.gradients = {self.name(n): p.grad.clone() for n, p in self.model.decoder.named_parameters()}
-
-    def step(self, micro_batches: parity.MicroBatches) -> parity.StepNumbers:
-        batch = self.batch(micro_batches)
-        done = training_step.train_step(
-            self.model.decoder, self.optimizer, batch, 1, self.lr, MAX_NORM, self.packed, torch.device("cpu")
-        )
-        return parity.StepNumbers(done.loss, done.grad_norm, self.gradients)
-
-    def batch(self, micro_batches: parity.MicroBatches) -> StepBatch:
-        tensors = []
-        for sequences in micro_batches:
-            encoded = [Encoded(np.array(ids), np.array(labels)) for ids, labels in sequences]
-            tensors.append(collate([encoded] if self.packed else [[one] for one in encoded], pad_id=0))
-        count = sum(int((t.labels != -100).sum()) for t in tensors)
-        return StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
-
-    def name(self, ours: str) -> str:
-        return self.model.family.theirs(ours)
-
-    def weights(self) -> dict[str, Tensor]:
-        return {self.name(n): p.detach() for n, p in self.model.decoder.named_parameters()}
-
-    def lock(self, reference: parity.Reference) -> None:
-        theirs = dict(reference.model.named_parameters())
-        for name, parameter in self.model.decoder.named_parameters():
-            other = theirs[self.name(name)]
-            with torch.no_grad():
-                parameter.copy_(other)
-            state = reference.optimizer.state.get(other, {})
-            self.optimizer.state[parameter] = {key: value.clone() for key, value in state.items()}
-
-
-def both_sides(folder: Path, packed: bool, settings: dict[str, Any]) -> tuple[parity.Reference, OurSide]:
-    from transformers import AutoModelForCausalLM
-
-    chosen = {key: settings[key] for key in ("lr", "betas", "eps")}
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    optimizer = parity.reference_adamw(model, WEIGHT_DECAY, **chosen)
-    return parity.Reference(model, optimizer, MAX_NORM), OurSide(folder, packed, **chosen)
 
 
 @pytest.fixture(params=SHAPES, scope="module")
@@ -179,7 +118,7 @@ def test_logits_equal_transformers_beyond_the_original_length(folder: Path, back
     positions = torch.arange(200).expand(2, 200)
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)(ids).logits
-        ours = load_model(folder, backend, torch.device("cpu")).decoder(ids, positions)
+        ours = load_model(folder, torch.device("cpu"), execution=Execution(attention=backend)).module(ids, positions)
     assert (theirs - ours).abs().max().item() <= 1e-5
 
 
@@ -191,7 +130,7 @@ def test_bf16_logits_equal_transformers_in_bf16(folder: Path) -> None:
     positions = torch.arange(400)[None]
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)(ids).logits
-        ours = load_model(folder, "sdpa", torch.device("cpu"), torch.bfloat16).decoder(ids, positions)
+        ours = load_model(folder, torch.device("cpu"), torch.bfloat16).module(ids, positions)
     assert torch.equal(theirs, ours)
 
 
@@ -231,8 +170,8 @@ def test_the_protocol_notices_what_is_not_a_number(folder: Path, place: str) -> 
 def test_the_protocol_notices_packing_without_boundaries(folder: Path) -> None:
     """Documents of a packed row that see each other must not pass."""
     reference, ours = both_sides(folder, True, parity.FREE_RUNNING)
-    forward = ours.model.decoder.forward
-    ours.model.decoder.forward = lambda ids, positions, doc_ids: forward(ids, positions, None)  # type: ignore[method-assign]
+    forward = ours.model.module.forward
+    ours.model.module.forward = lambda ids, positions, doc_ids: forward(ids, positions, None)  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
         parity.assert_step_locked(
             reference, ours.step, ours.lock, parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)

@@ -30,10 +30,10 @@ from torchstone.data.sampler import InfiniteSampler, MixedSampler
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumbersError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
-from torchstone.models.weights import Model, load_model
+from torchstone.models.model import Model, load_model
 from torchstone.observe.console import Console, Eta, bar_text, clock, step_line
 from torchstone.observe.metrics import MetricsFile, memory_bytes, read_metrics
-from torchstone.optim.build import build_optimizer, kind_of
+from torchstone.optim.build import NATIVE_ROLES, build_optimizer, kind_of
 from torchstone.optim.clip import clip_gradients, gradient_norm
 from torchstone.optim.schedule import learning_rate, schedule_notes
 from torchstone.training.guard import check_numbers
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def model(llama_dir: Path) -> Model:
-    return load_model(llama_dir, "sdpa", CPU)
+    return load_model(llama_dir, CPU)
 
 
 def sequences(count: int, seed: int = 0) -> list[Encoded]:
@@ -65,9 +65,9 @@ def batch_of(groups: list[list[list[Encoded]]]) -> StepBatch:
 
 
 def gradients_of(model: Model, batch: StepBatch, packed: bool) -> tuple[float, torch.Tensor]:
-    model.decoder.zero_grad()
-    loss = backward(model.decoder, batch, 1, packed, CPU)
-    return loss, torch.cat([p.grad.flatten() for p in model.decoder.parameters()])
+    model.module.zero_grad()
+    loss = backward(model.module, batch, 1, packed, CPU)
+    return loss, torch.cat([p.grad.flatten() for p in model.module.parameters()])
 
 
 class TestLoss:
@@ -149,7 +149,7 @@ class TestGradientStep:
         for sequence in silent:
             sequence.labels[:] = -100
         with pytest.raises(DataError, match="step 7 has no token to learn from"):
-            backward(model.decoder, batch_of([[[s] for s in silent]]), 7, False, CPU)
+            backward(model.module, batch_of([[[s] for s in silent]]), 7, False, CPU)
 
     def test_only_the_first_label_of_a_sequence_is_never_a_target(self, model: Model) -> None:
         only_first = Encoded(np.array([5, 6, 7]), np.array([5, -100, -100]))
@@ -174,42 +174,42 @@ class TestGradientStep:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_bad_numbers_stop_before_the_weights_change(self, model: Model, bad: float) -> None:
-        optimizer = build_optimizer(model.decoder.named_parameters(), OptimConfig())
-        before = {name: p.detach().clone() for name, p in model.decoder.named_parameters()}
-        model.decoder.layers[1].mlp.up.weight.register_hook(lambda gradient: gradient * bad)
+        optimizer = build_optimizer(model.module.named_parameters(), OptimConfig())
+        before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+        model.module.layers["1"].mlp.up.weight.register_hook(lambda gradient: gradient * bad)
         with pytest.raises(
             NumbersError, match=r"1 gradients are not finite, the first layers\.1\.mlp\.up\.weight"
         ) as caught:
-            train_step(model.decoder, optimizer, batch_of([[[s] for s in sequences(2)]]), 3, 1e-3, 1.0, False, CPU)
+            train_step(model.module, optimizer, batch_of([[[s] for s in sequences(2)]]), 3, 1e-3, 1.0, False, CPU)
         assert caught.value.exit_code == 5
-        for name, parameter in model.decoder.named_parameters():
+        for name, parameter in model.module.named_parameters():
             assert torch.equal(parameter, before[name]), name
 
     def test_finite_numbers_pass_the_guard(self, model: Model) -> None:
-        check_numbers(1, 2.5, 0.0, model.decoder)
+        check_numbers(1, 2.5, 0.0, model.module)
 
     def test_mean_loss_is_the_per_token_mean_and_keeps_the_mode(self, model: Model) -> None:
         batch = batch_of([[[s] for s in sequences(4)], [[s] for s in sequences(3, seed=1)]])
-        model.decoder.train()
-        loss, tokens = mean_loss(model.decoder, [batch, batch], False, CPU)
+        model.module.train()
+        loss, tokens = mean_loss(model.module, [batch, batch], False, CPU)
         assert loss == pytest.approx(gradients_of(model, batch, False)[0], rel=1e-6)
         assert tokens == 2 * batch.loss_tokens
-        assert model.decoder.training
+        assert model.module.training
 
     def test_mean_loss_measures_without_gradients_and_leaves_evaluation_mode(self, model: Model) -> None:
         seen = []
-        model.decoder.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), model.decoder.training)))
-        model.decoder.eval()
-        mean_loss(model.decoder, [batch_of([[[s] for s in sequences(2)]])], False, CPU)
+        model.module.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), model.module.training)))
+        model.module.eval()
+        mean_loss(model.module, [batch_of([[[s] for s in sequences(2)]])], False, CPU)
         assert seen == [(False, False)]
-        assert not model.decoder.training
+        assert not model.module.training
 
     def test_validation_without_a_label_is_an_error(self, model: Model) -> None:
         silent = sequences(2)
         for sequence in silent:
             sequence.labels[:] = -100
         with pytest.raises(DataError, match="no token with a label"):
-            mean_loss(model.decoder, [batch_of([[[s] for s in silent]])], False, CPU)
+            mean_loss(model.module, [batch_of([[[s] for s in silent]])], False, CPU)
 
 
 class TestOptimizerGroups:
@@ -224,10 +224,10 @@ class TestOptimizerGroups:
         ],
     )
     def test_what_kind_a_parameter_is(self, name: str, shape: tuple[int, ...], kind: str) -> None:
-        assert kind_of(name, nn.Parameter(torch.zeros(shape))) == kind
+        assert kind_of(name, nn.Parameter(torch.zeros(shape)), NATIVE_ROLES) == kind
 
     def test_norms_biases_and_embeddings_do_not_decay_by_default(self, tmp_path: Path) -> None:
-        decoder = load_model(make_llama(tmp_path, attention_bias=True), "sdpa", CPU).decoder
+        decoder = load_model(make_llama(tmp_path, attention_bias=True), CPU).module
         optimizer = build_optimizer(decoder.named_parameters(), OptimConfig(weight_decay=0.3))
         decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         names = {name: decay[id(p)] for name, p in decoder.named_parameters()}
@@ -237,14 +237,14 @@ class TestOptimizerGroups:
         assert len(decay) == len(names)
 
     def test_the_kinds_without_decay_can_be_chosen(self, model: Model) -> None:
-        optimizer = build_optimizer(model.decoder.named_parameters(), OptimConfig(no_decay=("matrix", "head")))
+        optimizer = build_optimizer(model.module.named_parameters(), OptimConfig(no_decay=("matrix", "head")))
         kept = {id(p) for group in optimizer.param_groups if group["weight_decay"] == 0 for p in group["params"]}
-        for name, parameter in model.decoder.named_parameters():
-            assert (id(parameter) in kept) == (kind_of(name, parameter) in ("matrix", "head")), name
+        for name, parameter in model.module.named_parameters():
+            assert (id(parameter) in kept) == (kind_of(name, parameter, NATIVE_ROLES) in ("matrix", "head")), name
 
     def test_the_settings_reach_the_optimizer(self, model: Model) -> None:
         optim = OptimConfig(learning_rate=0.123, betas=(0.7, 0.8), eps=1e-5)
-        for group in build_optimizer(model.decoder.named_parameters(), optim).param_groups:
+        for group in build_optimizer(model.module.named_parameters(), optim).param_groups:
             assert (group["lr"], group["betas"], group["eps"]) == (0.123, (0.7, 0.8), 1e-5)
 
 
@@ -440,8 +440,8 @@ class TestLogging:
 
 class TestCheckpointing:
     def stepped(self, model: Model) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(model.decoder.named_parameters(), OptimConfig())
-        train_step(model.decoder, optimizer, batch_of([[[s] for s in sequences(4)]]), 1, 1e-2, 1.0, False, CPU)
+        optimizer = build_optimizer(model.module.named_parameters(), OptimConfig())
+        train_step(model.module, optimizer, batch_of([[[s] for s in sequences(4)]]), 1, 1e-2, 1.0, False, CPU)
         return optimizer
 
     def test_weights_moments_and_randomness_come_back_bit_for_bit(
@@ -452,12 +452,12 @@ class TestCheckpointing:
         folder = save_checkpoint(tmp_path, 1, model, tokenizer, optimizer, {"step": 1})
         drawn = torch.randn(5)
         manifest.verify(folder)
-        other = load_model(folder, "sdpa", CPU)
-        again = build_optimizer(other.decoder.named_parameters(), OptimConfig())
-        restore_optimizer(folder, again, other.decoder)
+        other = load_model(folder, CPU)
+        again = build_optimizer(other.module.named_parameters(), OptimConfig())
+        restore_optimizer(folder, again, other)
         restore_random(folder)
         assert torch.equal(torch.randn(5), drawn)
-        for (name, a), (_, b) in zip(model.decoder.named_parameters(), other.decoder.named_parameters(), strict=True):
+        for (name, a), (_, b) in zip(model.module.named_parameters(), other.module.named_parameters(), strict=True):
             assert torch.equal(a, b), name
             for key in ("exp_avg", "exp_avg_sq", "step"):
                 assert torch.equal(optimizer.state[a][key], again.state[b][key]), (name, key)
@@ -469,7 +469,7 @@ class TestCheckpointing:
         theirs = AutoModelForCausalLM.from_pretrained(str(folder))
         ids = torch.tensor([AutoTokenizer.from_pretrained(str(folder))("KATO read backwards is OTAK.").input_ids])
         with torch.no_grad():
-            ours = model.decoder(ids, torch.arange(ids.shape[1])[None])
+            ours = model.module(ids, torch.arange(ids.shape[1])[None])
             assert (theirs(ids).logits - ours).abs().max().item() <= 1e-5
 
     def test_no_pickle_is_written(self, model: Model, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -436,8 +436,8 @@ class TestPrecision:
     def test_bf16_pure_keeps_everything_in_bf16(self, settings: Settings) -> None:
         class Dtypes(Callback):
             def on_end(self, run: Run) -> None:
-                found = {p.dtype for p in run.model.decoder.parameters()}
-                found |= {run.optimizer.state[p]["exp_avg"].dtype for p in run.model.decoder.parameters()}
+                found = {p.dtype for p in run.model.module.parameters()}
+                found |= {run.optimizer.state[p]["exp_avg"].dtype for p in run.model.module.parameters()}
                 assert found == {torch.bfloat16}
 
         _, lines, _ = trained(settings(training__precision="bf16-pure"), Dtypes())

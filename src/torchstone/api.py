@@ -21,10 +21,10 @@ from torchstone.data.train_tokenizer import Pattern, check_target
 from torchstone.data.train_tokenizer import save as save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as learn_tokenizer
 from torchstone.demo.builtin import data_file
-from torchstone.models.weights import load_model
+from torchstone.models.model import Execution, load_model
 from torchstone.observe.console import Console
 from torchstone.training import run_folder
-from torchstone.training.assemble import assemble, open_data, pick_device, tokenizer_path
+from torchstone.training.assemble import assemble, check_rows, check_tokens, open_data, pick_device, tokenizer_path
 from torchstone.training.evaluate import Question, answer, evaluate_file
 from torchstone.training.guard import memory_guard
 from torchstone.training.loop import Callback, Outcome, Run, train_loop
@@ -125,47 +125,56 @@ def evaluate(
     device: Device = "auto",
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """The loss of a run, checkpoint or Hugging Face folder over `data`; exact match where rows are conversations."""
-    settings = load_config(
-        overrides={
-            "model.path": source,
-            "data.path": data,
-            "data.context_length": context_length,
-            "data.cache_dir": cache_dir,
-            "training.global_batch_size": 64,
-            "system.device": device,
-        }
-    )
     console = Console("quiet" if quiet else "lines")
-    place = pick_device(settings.system)
+    place = pick_device(SystemConfig(device=device))
     folder = resolve_model_folder(source)
     tokenizer = load_tokenizer(folder)
     path = data_file(data, Path(cache_dir))
     with memory_guard("the evaluation", place):
-        model = load_model(folder, "sdpa", place)
-        found = evaluate_file(model.decoder, tokenizer, settings, path, place, questions, console)
+        model = load_model(folder, place, execution=Execution(packed=True, trust_remote_code=trust_remote_code))
+        settings = load_config(
+            overrides={
+                "model.path": source,
+                "data.path": data,
+                "data.context_length": context_length,
+                "data.packing": model.why_not_packed(context_length) is None,
+                "data.cache_dir": cache_dir,
+                "training.global_batch_size": 64,
+            }
+        )
+        check_rows(model, settings)
+        check_tokens(model, tokenizer)
+        found = evaluate_file(model, tokenizer, settings, path, place, questions, console)
     return {"model": str(folder)} | found
 
 
-def export(source: str, target: str | Path, dtype: Dtype = "float32", verify: bool = True) -> dict[str, Any]:
+def export(
+    source: str, target: str | Path, dtype: Dtype = "auto", verify: bool = True, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """A Hugging Face folder from a run, a checkpoint or another folder, checked by loading it in Transformers."""
-    return export_model(source, Path(target), dtype, verify)
+    return export_model(source, Path(target), dtype, verify, trust_remote_code)
 
 
 class Chat:
     """A conversation with a run, a checkpoint or a Hugging Face folder."""
 
-    def __init__(self, source: str, max_new_tokens: int = 256, device: Device = "auto") -> None:
+    def __init__(
+        self, source: str, max_new_tokens: int = 256, device: Device = "auto", trust_remote_code: bool = False
+    ) -> None:
         folder = resolve_model_folder(source)
         self.tokenizer = load_tokenizer(folder)
-        self.model = load_model(folder, "sdpa", pick_device(SystemConfig(device=device)))
+        execution = Execution(trust_remote_code=trust_remote_code)
+        self.model = load_model(folder, pick_device(SystemConfig(device=device)), execution=execution)
+        check_tokens(self.model, self.tokenizer)
         self.max_new_tokens = max_new_tokens
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, question: str) -> str:
         self.messages.append({"role": "user", "content": question})
-        (given,) = answer(self.model.decoder, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
+        (given,) = answer(self.model, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
         self.messages.append({"role": "assistant", "content": given})
         return given
 

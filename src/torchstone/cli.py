@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, validators
 
 from torchstone import __version__
 from torchstone.config.help import config_table
-from torchstone.config.load import key_named, load_config, split_flags, to_dict
+from torchstone.config.load import Layers, key_named, read_layers, resolve, split_flags, to_dict
 from torchstone.config.schema import Config, Device, Dtype, Job
 from torchstone.errors import TorchstoneError, UsageError
 
@@ -32,8 +33,9 @@ app = App(
 )
 tokenizer = App(name="tokenizer", help="Make tokenizers.", help_format="plaintext")
 app.command(tokenizer)
-# The `--section.key VALUE` flags of this call.
+# The `--section.key VALUE` flags of this call, and what makes a config of all that was said.
 flags: list[tuple[str, str]] = []
+resolver: Callable[[Layers, Job], Config] = resolve
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
@@ -41,9 +43,14 @@ TAKE_KEYS = ("train", "prepare", "inspect-data")
 KEYS = "Every config key is a flag too: --section.key VALUE. torchstone train --help-keys lists them all."
 
 
-def main() -> None:
-    """Runs a command and ends with its exit code; an error for people is a message, not a traceback."""
-    rest, flags[:] = sys.argv[1:], []
+def main(words: list[str] | None = None, resolve_with: Callable[[Layers, Job], Config] = resolve) -> None:
+    """Runs a command and ends with its exit code; an error for people is a message, not a traceback.
+
+    The words are those of the process unless given; `resolve_with` may put defaults below the settings (stages.py).
+    """
+    global resolver
+    resolver = resolve_with
+    rest, flags[:] = sys.argv[1:] if words is None else words, []
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets its number, not a traceback.
         if isinstance(stream, TextIOWrapper):
@@ -211,6 +218,7 @@ def evaluate(
     context_length: AtLeastOne = 1024,
     device: Device = "auto",
     cache_dir: str = "cache/datasets",
+    trust_remote_code: bool = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure the loss of a model over a data file and, for conversations, how many answers are right word for word.
@@ -222,11 +230,12 @@ def evaluate(
         context_length: Longest row in tokens.
         device: auto, cpu or cuda.
         cache_dir: Where tokenized data is kept.
+        trust_remote_code: Run code that lies in the model's folder.
         as_json: Print JSON, unrounded, and nothing else.
     """
     from torchstone import api
 
-    found = api.evaluate(source, data, questions, context_length, device, cache_dir, quiet=as_json)
+    found = api.evaluate(source, data, questions, context_length, device, cache_dir, as_json, trust_remote_code)
     examples = found.get("examples", [])
     _show({key: value for key, value in found.items() if as_json or key != "examples"}, as_json)
     if not as_json:
@@ -237,20 +246,28 @@ def evaluate(
 
 @app.command
 def export(
-    source: str, target: Path, /, *, dtype: Dtype = "float32", verify: bool = True, as_json: JsonFlag = False
+    source: str,
+    target: Path,
+    /,
+    *,
+    dtype: Dtype = "auto",
+    verify: bool = True,
+    trust_remote_code: bool = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Write a Hugging Face folder and prove it by loading it in Transformers.
 
     Args:
         source: A run (its best checkpoint, else its newest), a checkpoint or a folder.
         target: The new folder.
-        dtype: float32, bfloat16 or float16.
+        dtype: float32, bfloat16 or float16; auto keeps the source's.
         verify: Load the folder in Transformers and compare weights and logits.
+        trust_remote_code: Run code that lies in the model's folder.
         as_json: Print what was written and measured as JSON.
     """
     from torchstone import api
 
-    _show(api.export(source, target, dtype, verify), as_json)
+    _show(api.export(source, target, dtype, verify, trust_remote_code), as_json)
 
 
 @app.command
@@ -261,6 +278,7 @@ def chat(
     prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     max_new_tokens: AtLeastOne = 256,
     device: Device = "auto",
+    trust_remote_code: bool = False,
 ) -> None:
     """Talk to a model that was trained on conversations; an empty line or Ctrl-D ends, /new forgets what was said.
 
@@ -269,10 +287,11 @@ def chat(
         prompt: Ask this once, print the answer and stop.
         max_new_tokens: Longest answer in tokens.
         device: auto, cpu or cuda.
+        trust_remote_code: Run code that lies in the model's folder.
     """
     from torchstone import api
 
-    partner = api.Chat(source, max_new_tokens, device)
+    partner = api.Chat(source, max_new_tokens, device, trust_remote_code)
     if prompt is not None:
         sys.stdout.write(partner.ask(prompt) + "\n")
         return
@@ -299,7 +318,7 @@ def _settings(
     pairs: list[tuple[str, Any]] = list(flags)
     pairs += [("output_dir", output_dir)] if output_dir is not None else []
     pairs += [("max_steps", max_steps)] if max_steps is not None else []
-    return load_config(config, preset, pairs, job)
+    return resolver(read_layers(config, preset, pairs), job)
 
 
 def _hint(words: list[str]) -> str:

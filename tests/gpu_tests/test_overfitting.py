@@ -15,7 +15,7 @@ from torchstone.config import load_config
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.models.weights import load_model
+from torchstone.models.model import load_model
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.step import backward
 
@@ -58,7 +58,7 @@ class TestSingleSampleOverfitting:
         from transformers import AutoModelForCausalLM
 
         theirs = AutoModelForCausalLM.from_pretrained(str(llama_dir), dtype=torch.float32).to(CUDA)
-        ours = load_model(llama_dir, "sdpa", CUDA).decoder
+        ours = load_model(llama_dir, CUDA).module
         for sequence in some_sequences():
             ids = torch.tensor(sequence.ids)[None].to(CUDA)
             standard = theirs(ids, labels=torch.tensor(sequence.labels)[None].to(CUDA)).loss.item()
@@ -66,7 +66,7 @@ class TestSingleSampleOverfitting:
 
     def test_loss_scaling_with_world_size(self, llama_dir: Path) -> None:
         """At world size 1 the scaled loss is the per-token mean over the whole batch, not a mean of means."""
-        ours = load_model(llama_dir, "sdpa", CUDA).decoder
+        ours = load_model(llama_dir, CUDA).module
         sequences = some_sequences()
         total = tokens = 0.0
         for sequence in sequences:

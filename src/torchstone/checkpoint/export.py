@@ -6,6 +6,7 @@ what was meant to be written, and the logits of a fixed text with ours.
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +17,81 @@ from torchstone.checkpoint.load import resolve_model_folder
 from torchstone.checkpoint.save import write_model_folder
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.weights import Model, load_model, weight_files
+from torchstone.models.model import Execution, Model, Native, load_model
+from torchstone.models.tensor_files import TensorFile
+from torchstone.models.weights import weight_files
 
+# Of the largest logit, or of one where all are smaller.
 LOGITS_LIMIT = 1e-5
 
 
-def export_model(source: str, target: Path, dtype: str = "float32", verify: bool = True) -> dict[str, Any]:
+def export_model(
+    source: str, target: Path, dtype: str = "auto", verify: bool = True, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Writes `source` (run, checkpoint or folder) to `target`; returns what was written and measured."""
     folder = resolve_model_folder(source)
     if target.is_file():
         raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):
         raise UsageError(f"{target} exists and is not empty", "export into a new folder")
-    model = load_model(folder, "sdpa", torch.device("cpu"), getattr(torch, dtype))
+    execution = Execution(trust_remote_code=trust_remote_code)
+    numbers = stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype)
+    model = load_model(folder, torch.device("cpu"), numbers, execution)
     tokenizer = load_tokenizer(folder)
     with new_folder(target) as work:
         write_model_folder(model, tokenizer, work)
-        difference = verify_folder(work, model, tokenizer) if verify else None
+        difference = verify_folder(work, model, tokenizer, trust_remote_code) if verify else None
     return {
         "source": str(folder),
         "folder": str(target),
-        "parameters": sum(p.numel() for p in model.decoder.parameters()),
-        "dtype": dtype,
+        "parameters": sum(p.numel() for p in model.module.parameters()),
+        "dtype": str(numbers).removeprefix("torch."),
         "bytes": sum(file.stat().st_size for file in weight_files(target)),
         "verified": verify,
         "max_logit_difference": difference,
     }
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The narrowest type of numbers that holds every tensor of a folder exactly."""
+    files = [TensorFile(path) for path in weight_files(folder)]
+    found = {file.dtype(name) for file in files for name in file.names if file.dtype(name).is_floating_point}
+    if any(dtype.itemsize == 1 for dtype in found):
+        # Torch promotes no eight-bit numbers.
+        found = {torch.float32, *(dtype for dtype in found if dtype.itemsize > 1)}
+    return reduce(torch.promote_types, found) if found else torch.float32
+
+
 @torch.no_grad()
-def verify_folder(folder: Path, model: Model, tokenizer: Tokenizer) -> float:
-    """Loads `folder` in Transformers; the largest difference of a logit in fp32."""
+def verify_folder(folder: Path, model: Model, tokenizer: Tokenizer, trust_remote_code: bool = False) -> float:
+    """Loads `folder` in Transformers; the largest difference of a logit in fp32 (fp64 where the weights are)."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    theirs = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype="auto").eval()
+    # Transformers' other kernels leave out soft caps.
+    attention = {"attn_implementation": "eager"} if model.hf_config.get("attn_logit_softcapping") else {}
+    tensors = model.disk_tensors()
+    wide = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()}, torch.float32)
+    # Transformers keeps some constants (Gemma's scale of embeddings) rounded to the numbers it was loaded in. The
+    # decoder keeps none, so it is compared with a model that was loaded wide. To widen is exact.
+    numbers = wide if isinstance(model, Native) else "auto"
+    theirs = AutoModelForCausalLM.from_pretrained(
+        str(folder), local_files_only=True, dtype=numbers, trust_remote_code=trust_remote_code, **attention
+    ).eval()
     state = theirs.state_dict()
-    for name, parameter in model.decoder.named_parameters():
-        if not torch.equal(state[model.family.theirs(name)], parameter):
-            raise CheckpointError(f"{folder}: Transformers reads another {model.family.theirs(name)} than was written")
-    ids = torch.tensor([tokenizer.encode("The quick brown fox jumps over the lazy dog.")[:64]])
+    for name, tensor in tensors.items():
+        if not torch.equal(state[name], tensor.to(state[name].dtype)):
+            if tensor.isnan().any():
+                raise CheckpointError(f"{name} holds numbers that are none (NaN): there is nothing to compare")
+            raise CheckpointError(f"{folder}: Transformers reads another {name} than was written")
+    # A folder may have a tokenizer with more tokens than the model has rows.
+    encoded = tokenizer.encode("The quick brown fox jumps over the lazy dog.")[:64]
+    ids = torch.tensor([[min(token, model.vocab_size - 1) for token in encoded]])
     positions = torch.arange(ids.shape[1])[None]
-    ours = model.decoder.float()(ids, positions)
-    difference = (theirs.float()(ids).logits - ours).abs().max().item()
-    if not difference <= LOGITS_LIMIT:
+    ours = model.module.eval().to(wide)(ids, positions)
+    wanted = theirs.to(wide)(ids).logits
+    difference = (wanted - ours).abs().max().item()
+    if not difference <= LOGITS_LIMIT * max(1.0, wanted.abs().max().item()):
         raise CheckpointError(f"{folder}: Transformers' logits differ from ours by {difference:.2e}")
     return difference

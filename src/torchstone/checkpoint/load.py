@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RANDOM_FILE, STATE_FILE, best_step
 from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.model import Model
 
 CHECKPOINTS = "checkpoints"
 
@@ -71,12 +72,21 @@ def read_state(folder: Path) -> dict[str, Any]:
     return manifest.read_json(folder / STATE_FILE)
 
 
-def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    tensors = _load(folder / OPTIMIZER_FILE)
-    for name, parameter in module.named_parameters():
-        state = {key.split("/", 1)[1]: value for key, value in tensors.items() if key.split("/", 1)[0] == name}
+def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in _load(folder / OPTIMIZER_FILE).items():
+        name, _, kind = key.rpartition("/")
+        by_name.setdefault(name, {})[kind] = value
+    for whole, parameter in model.module.named_parameters():
+        pieces = [by_name.get(name, {}) for name, _ in model.pieces_of(whole, parameter)]
+        state = {
+            kind: pieces[0][kind] if pieces[0][kind].dim() == 0 else torch.cat([piece[kind] for piece in pieces])
+            for kind in pieces[0]
+        }
         if state and state["exp_avg"].shape != parameter.shape:
-            raise CheckpointError(f"{folder / OPTIMIZER_FILE}: the moments of {name} have another shape than the model")
+            raise CheckpointError(
+                f"{folder / OPTIMIZER_FILE}: the moments of {whole} have another shape than the model"
+            )
         # AdamW counts its steps beside the parameter when fused, and the moments are as wide as the parameter.
         optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
 

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchstone.checkpoint import manifest
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError
-from torchstone.models.weights import Model, save_weights, write_config
+from torchstone.models.model import GENERATION_FILE, Model
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random.safetensors"
 STATE_FILE = "state.json"
-GENERATION_FILE = "generation_config.json"
 BEST_FILE = "best.json"
 
 
@@ -31,7 +30,7 @@ def save_checkpoint(
     final = root / manifest.folder_name(step)
     with manifest.committed(final) as folder:
         write_model_folder(model, tokenizer, folder)
-        save_file(optimizer_tensors(optimizer, model.decoder), folder / OPTIMIZER_FILE)
+        save_file(optimizer_tensors(optimizer, model), folder / OPTIMIZER_FILE)
         save_file(random_states(), folder / RANDOM_FILE)
         manifest.write_json(folder / STATE_FILE, state)
     return final
@@ -39,10 +38,9 @@ def save_checkpoint(
 
 def write_model_folder(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
     """What Transformers needs to load the model and its tokenizer."""
-    write_config(model, folder)
-    save_weights(model.decoder, model.family, folder)
+    model.save(folder)
     tokenizer.save(folder)
-    if GENERATION_FILE not in model.companions:
+    if model.generation is None:
         # Without it Transformers' generate would not stop where a turn ends.
         stops = tokenizer.stop_ids
         settings: dict[str, Any] = {"pad_token_id": tokenizer.pad_id}
@@ -50,12 +48,18 @@ def write_model_folder(model: Model, tokenizer: Tokenizer, folder: Path) -> None
         manifest.write_json(folder / GENERATION_FILE, settings)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
-    """`layers.0.mlp.up.weight/exp_avg` -> tensor, for every parameter that has been stepped."""
-    found = {}
-    for name, parameter in module.named_parameters():
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Model) -> dict[str, Tensor]:
+    """`layers.0.mlp.up.weight/exp_avg` -> tensor, for every parameter that has been stepped; moments of matrices that
+    run fused lie apart, so that a run may go on in another layout."""
+    found: dict[str, Tensor] = {}
+    for whole, parameter in model.module.named_parameters():
+        names = [name for name, _ in model.pieces_of(whole, parameter)]
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+            tensor = torch.as_tensor(value).detach().cpu()
+            # The count of steps is one number for the whole parameter, and so each piece's.
+            scalar = tensor.dim() == 0
+            pieces = [tensor.clone() for _ in names] if scalar else [p for _, p in model.pieces_of(whole, tensor)]
+            found |= {f"{name}/{key}": piece.contiguous() for name, piece in zip(names, pieces, strict=True)}
     return found
 
 

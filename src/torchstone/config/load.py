@@ -1,4 +1,4 @@
-"""From presets, a file and overrides to one checked `Config`; later wins.
+"""From presets, a file and overrides to one checked `Config`; later wins, and defaults fill what all leave open.
 
 Every value keeps its origin (`run.yaml:12`, `--optim.eps`), so that a wrong one is reported where it was written, with
 the nearest right name. One spelling everywhere: hyphens and underscores are the same letter.
@@ -35,6 +35,7 @@ ALIASES = {
 }
 # How a flag says that a setting has no value.
 NOTHING = ("none", "null")
+NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,67 @@ class Setting:
     origin: str | None
     spelled: str
 
+    @property
+    def is_nothing(self) -> bool:
+        return str(self.value).lower() in NOTHING
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a preset, a file and overrides say, each by itself: read, but neither merged nor checked."""
+
+    preset: dict[str, Setting]
+    file: dict[str, Setting]
+    overrides: dict[str, Setting]
+
+    def merged(self) -> dict[str, Setting]:
+        return _later_wins(_later_wins(self.preset, self.file), self.overrides)
+
+    def plus(self, overrides: Mapping[str, Any]) -> Layers:
+        """With more overrides, in dotted keys."""
+        return dataclasses.replace(self, overrides=self.overrides | _collect_pairs(overrides))
+
+    def said(self, with_preset: bool = True) -> dict[str, Any]:
+        """The values by key, as they were written. A key that is null, as in what --print-config shows, says nothing.
+
+        Without the preset, a model.path and a model.depth that contradict each other are both there.
+        """
+        found = self.merged() if with_preset else self.file | self.overrides
+        return {key: setting.value for key, setting in found.items() if not setting.is_nothing}
+
 
 def load_config(
     path: str | Path | None = None,
     preset: str | None = None,
     overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     job: Job = "train",
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> Config:
-    """Reads preset, then file, then overrides (dotted keys or nested dictionaries), and checks the whole."""
-    settings: dict[str, Setting] = {}
-    if preset is not None:
-        settings = _from_file(preset_path(preset), origin=f"preset {preset}")
-    if path is not None:
-        settings = _later_wins(settings, _from_file(Path(path)))
-    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
-    flat = [(key, value, None) for pair in pairs for key, value in _flatten(*pair)]
-    settings = _later_wins(settings, _collect(flat))
+    """Reads preset, then file, then overrides (dotted keys or nested dictionaries), and checks the whole.
+
+    `defaults` (dotted keys) lie below them all.
+    """
+    return resolve(read_layers(path, preset, overrides), job, defaults)
+
+
+def read_layers(
+    path: str | Path | None, preset: str | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]]
+) -> Layers:
+    return Layers(
+        preset={} if preset is None else _from_file(preset_path(preset), origin=f"preset {preset}"),
+        file={} if path is None else _from_file(Path(path)),
+        overrides=_collect_pairs(overrides),
+    )
+
+
+def resolve(
+    layers: Layers, job: Job = "train", defaults: Mapping[str, Any] = NO_DEFAULTS, origin: str = "the defaults"
+) -> Config:
+    """The checked config. A default is used where a key is not said, or said to be nothing; `origin` is its place."""
+    settings = layers.merged()
+    for key, default in _collect_pairs(defaults, origin).items():
+        if key not in settings or settings[key].is_nothing:
+            settings[key] = default
     config = _build(settings)
     try:
         check(config, job)
@@ -132,6 +178,13 @@ def _from_file(path: Path, origin: str | None = None) -> dict[str, Setting]:
     tree = read_tree(path)
     flat = [pair for key, value in tree.values.items() for pair in _flatten(str(key), value)]
     return _collect([(key, value, origin or _place(path, key, tree.lines)) for key, value in flat])
+
+
+def _collect_pairs(
+    values: Mapping[str, Any] | Iterable[tuple[str, Any]], origin: str | None = None
+) -> dict[str, Setting]:
+    pairs = values.items() if isinstance(values, Mapping) else values
+    return _collect([(key, value, origin) for pair in pairs for key, value in _flatten(*pair)])
 
 
 def _place(path: Path, key: str, lines: dict[str, int]) -> str:

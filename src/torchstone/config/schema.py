@@ -33,7 +33,10 @@ class Range:
 
 Device = Literal["auto", "cpu", "cuda"]
 Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+FamilyName = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text", "phi3", "gpt2"
+]
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
@@ -53,7 +56,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder of the tokenizer, or demo:tokenizer for the built-in one; by default the one in model.path."""
 
-    family: Literal["llama"] = "llama"
+    family: FamilyName = "llama"
     """Architecture of a new model; a model from model.path keeps its own."""
 
     depth: Count | None = None
@@ -80,8 +83,26 @@ class ModelConfig:
     init_std: Positive | None = None
     """Standard deviation of a new model's matrices; by default sqrt(2 / (5 x width))."""
 
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """How attention is computed: torch's fused kernels (sdpa) or plain matrix products (eager); auto is sdpa."""
+    implementation: Literal["auto", "native", "fallback"] = "auto"
+    """The decoder of this package (native) or Transformers' own code (fallback); auto is native where it can be."""
+
+    trust_remote_code: bool = False
+    """Run code that lies in the folder of model.path, for models that Transformers does not know."""
+
+    attention: Literal["auto", "sdpa", "flash", "flex", "eager", "flash-attn", "fa3"] = "auto"
+    """Kernel of attention; auto takes the fastest that keeps documents apart here, and says which."""
+
+    fused: tuple[Literal["qkv", "gate_up"], ...] = ()
+    """Matrices that run as one, of: qkv, gate_up. Files keep the names of their family."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing: compute again in the backward pass what is cheap (selective) or each block (full)."""
+
+    compile: Literal["none", "block", "whole"] = "none"
+    """torch.compile for each block, or for the whole model."""
+
+    liger: tuple[Literal["auto", "norm", "rope", "mlp", "loss"], ...] = ()
+    """Kernels of Liger, of: norm, rope, mlp, loss; auto takes those installed and useful here, and says which."""
 
 
 @dataclass(frozen=True)
@@ -289,11 +310,13 @@ SECTION_HELP = {
 
 # What says how a new model looks, and so has no meaning beside model.path (whose tokenizer may be replaced).
 NEW_MODEL_KEYS = (
-    "model.depth", "model.width", "model.heads", "model.kv_heads", "model.mlp_width",
+    "model.family", "model.depth", "model.width", "model.heads", "model.kv_heads", "model.mlp_width",
     "model.tied", "model.rope_theta", "model.init_std", "model.tokenizer",
 )  # fmt: skip
 
 Job = Literal["train", "data"]
+# Rows per device and micro-step where training.batch_size is not given.
+ROWS_OF_TEXT, ROWS_OF_CHAT = 8, 4
 DECAY_KINDS = ("norm", "bias", "embed", "head", "matrix")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchstone.config.schema import Config, DataConfig
+from torchstone.config.schema import ROWS_OF_CHAT, ROWS_OF_TEXT, Config, DataConfig
 from torchstone.data.cache import BuildSettings, Source, TokenCache, find_source, open_cache
 from torchstone.data.collate import PADDING, MicroBatch, collate
 from torchstone.data.encode import Counts
@@ -25,8 +25,6 @@ from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
 from torchstone.data.samples import BestFitRows, Samples, StreamRows, WholeSequences, split, together
 from torchstone.data.tokenize import Tokenizer
 from torchstone.observe.console import Console
-
-ROWS_OF_TEXT, ROWS_OF_CHAT = 8, 4
 
 
 @dataclass

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchstone.errors import UsageError
 from torchstone.models.attention import KeyValueCache
 from torchstone.models.decoder import Decoder
 
@@ -29,14 +30,22 @@ def generate(
     """The new tokens of each prompt, up to (and without) the first stop token. Temperature 0 takes the likeliest."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("an empty prompt has nothing to continue")
+    if decoder.config.learned_positions:
+        # Where the table of positions ends, so does the text.
+        room = decoder.config.max_positions - max(map(len, prompts), default=0)
+        if room < 1:
+            raise UsageError(f"a prompt fills all of the model's {decoder.config.max_positions} positions")
+        max_new_tokens = min(max_new_tokens, room)
     device = decoder.tok_embed.weight.device
     ids, positions, docs = _left_padded(prompts, device)
     stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    cache = KeyValueCache(decoder.config.depth)
+    cache = KeyValueCache()
     columns: list[Tensor] = []
     for _ in range(max_new_tokens):
-        logits = decoder(ids, positions, docs, cache)[:, -1].float()
+        # Every token makes the keys longer by one: compiling would begin anew each time.
+        with torch.compiler.set_stance("force_eager"):
+            logits = decoder(ids, positions, docs, cache)[:, -1].float()
         chosen = _choose(logits, temperature, generator)
         done |= torch.isin(chosen, stops)
         columns.append(torch.where(done, -1, chosen))

@@ -1,19 +1,28 @@
 """A whole model from one dial: `model.depth`.
 
 Width grows with depth (64 per layer), heads with width, so that models of all depths keep the proportions that train
-well with the same settings. Each size can be given instead; what was derived is printed.
+well with the same settings. Each size can be given instead; what was derived is printed. What a family has beside its
+sizes is as Transformers has it for a new model of that family (families.py).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import torch
 
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import UsageError
-from torchstone.models.decoder import DecoderConfig, Rope
+from torchstone.models.decoder import Decoder, DecoderConfig
+from torchstone.models.families import FAMILIES, new_config
+
+# Families without rotary positions, or with two kinds of them.
+NO_ONE_THETA = ("gpt2", "gemma3_text")
 
 
-def decoder_config(model: ModelConfig, vocab_size: int, context_length: int) -> DecoderConfig:
+def new_hf_config(model: ModelConfig, vocab_size: int, context_length: int) -> dict[str, Any]:
+    """config.json of the new model that `model` describes."""
     assert model.depth is not None
     width = model.width or 64 * model.depth
     heads = model.heads or max(1, width // (64 if width <= 1024 else 128))
@@ -28,18 +37,33 @@ def decoder_config(model: ModelConfig, vocab_size: int, context_length: int) -> 
             f"model.kv_heads {kv_heads} does not divide model.heads {heads}",
             f"values that do: {_some(k for k in range(1, heads + 1) if heads % k == 0)}",
         )
-    return DecoderConfig(
+    if kv_heads != heads and "kv_heads" not in FAMILIES[model.family].sizes:
+        raise UsageError(
+            f"model.family {model.family} has as many key/value heads as heads", "leave out model.kv_heads"
+        )
+    if model.rope_theta != ModelConfig.rope_theta and model.family in NO_ONE_THETA:
+        raise UsageError(
+            f"model.rope_theta: a new model of the family {model.family} has no use for it",
+            "leave out model.rope_theta",
+        )
+    plain = model.family == "gpt2"
+    return new_config(
+        model.family,
         vocab_size=vocab_size,
         width=width,
         depth=model.depth,
         heads=heads,
         kv_heads=kv_heads,
         head_size=width // heads,
-        mlp_width=model.mlp_width or 64 * math.ceil(width * 8 / 3 / 64),
+        mlp_width=model.mlp_width or (4 * width if plain else 64 * math.ceil(width * 8 / 3 / 64)),
         tied=model.tied,
         max_positions=max(context_length, 1024),
-        rope=Rope(theta=model.rope_theta),
+        rope_theta=model.rope_theta,
     )
+
+
+def decoder_config(model: ModelConfig, vocab_size: int, context_length: int) -> DecoderConfig:
+    return FAMILIES[model.family].read(new_hf_config(model, vocab_size, context_length))
 
 
 def init_std(model: ModelConfig, width: int) -> float:
@@ -58,11 +82,9 @@ def describe(config: DecoderConfig, std: float | None = None) -> str:
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    q, kv = config.heads * config.head_size, config.kv_heads * config.head_size
-    attention = config.width * (2 * q + 2 * kv) + (config.attention_bias and q + 2 * kv + config.width)
-    mlp = 3 * config.width * config.mlp_width + (config.mlp_bias and 2 * config.mlp_width + config.width)
-    embeddings = config.vocab_size * config.width * (1 if config.tied else 2)
-    return embeddings + config.depth * (attention + mlp + 2 * config.width) + config.width
+    """Counted on a model without memory, so that no family's extras are forgotten."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
 
 
 def _some(numbers: object) -> str:

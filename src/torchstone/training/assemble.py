@@ -19,8 +19,8 @@ from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.sizing import decoder_config, describe, init_std
-from torchstone.models.weights import Model, load_model, new_model, read_shape
+from torchstone.models.model import Execution, Model, Native, check_folder, load_model, new_model, rows_for
+from torchstone.models.sizing import decoder_config, describe, init_std, new_hf_config
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.schedule import schedule_notes
@@ -38,7 +38,7 @@ def assemble(config: Config, console: Console) -> Run:
     checkpoint = find_resume(Path(config.output_dir), config.checkpoint.resume, console.warn)
     source = checkpoint or (resolve_model_folder(config.model.path) if config.model.path else None)
     if source is not None:
-        read_shape(source)
+        check_folder(source, _execution(config))
     tokenizer = load_tokenizer(checkpoint or tokenizer_path(config, source), config.data.chat_template)
     data = open_data(config, tokenizer, console)
     identified = identity(config, data)
@@ -48,9 +48,14 @@ def assemble(config: Config, console: Console) -> Run:
         check_identity(state.get("identity", {}), identified, checkpoint)
         progress = Progress.from_dict(state)
     model = _loaded(config, source, device, tokenizer, console) if source else _new(config, device, tokenizer, console)
-    optimizer = build_optimizer(model.decoder.named_parameters(), config.optim)
+    for note in model.notes:
+        console.say(note)
+    for warning in model.warnings:
+        console.warn(warning)
+    check_rows(model, config)
+    optimizer = build_optimizer(model.module.named_parameters(), config.optim, model.roles())
     if checkpoint is not None:
-        restore_optimizer(checkpoint, optimizer, model.decoder)
+        restore_optimizer(checkpoint, optimizer, model)
         restore_random(checkpoint)
         console.say(f"going on from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     length = run_length(config.training, data, config.data.shuffle, progress)
@@ -93,46 +98,75 @@ def pick_device(system: SystemConfig) -> torch.device:
     return device
 
 
+def check_rows(model: Model, config: Config) -> None:
+    """Refuses rows that the model cannot compute, or not as it would compute their documents alone."""
+    longest = config.data.context_length
+    reason = model.why_not_packed(longest) if config.data.packing else None
+    if reason is not None:
+        raise UsageError(
+            f"data.packing puts several documents in a row, which this model does not allow: {reason}",
+            "use --data.packing false",
+        )
+    if model.fixed_positions and model.max_positions is not None and longest > model.max_positions:
+        raise UsageError(
+            f"data.context_length {longest} is beyond the {model.max_positions} positions that the model has",
+            f"use a context length of at most {model.max_positions}",
+        )
+
+
+def check_tokens(model: Model, tokenizer: Tokenizer) -> None:
+    """Where nothing is trained, a model has rows for all tokens or is of no use."""
+    if tokenizer.size > model.vocab_size:
+        raise UsageError(
+            f"the tokenizer {tokenizer.source} has ids up to {tokenizer.size - 1}, the model {model.vocab_size} rows",
+            "use the tokenizer that belongs to the model; training gives it the rows that it lacks",
+        )
+
+
 def _loaded(config: Config, folder: Path, device: torch.device, tokenizer: Tokenizer, console: Console) -> Model:
-    model = load_model(folder, _attention(config), device, DTYPES[config.training.precision])
-    found = model.decoder.config
+    model = load_model(folder, device, DTYPES[config.training.precision], _execution(config))
     if config.model.depth is not None:
-        wanted = decoder_config(config.model, _vocabulary(tokenizer), config.data.context_length)
-        if wanted != found:
+        wanted = decoder_config(config.model, rows_for(tokenizer.size), config.data.context_length)
+        if not isinstance(model, Native) or wanted != model.module.config:
             raise CheckpointError(
-                f"{folder} holds another model than the config asks for: {describe(found)}",
+                f"{folder} holds another model than the config asks for: {model.describe()}",
                 f"the config asks for {describe(wanted)}; choose another --output-dir to start anew",
             )
-    if tokenizer.size > found.vocab_size:
-        raise UsageError(
-            f"the tokenizer {tokenizer.source} has ids up to {tokenizer.size - 1}, "
-            f"the model's embedding {found.vocab_size} rows",
-            "use the tokenizer that belongs to the model",
-        )
-    if config.data.context_length > found.max_positions:
+    for change in model.align(tokenizer.size, _marks(tokenizer)):
+        console.warn(change)
+    if model.max_positions is not None and config.data.context_length > model.max_positions:
         console.warn(
-            f"data.context_length {config.data.context_length} is beyond the {found.max_positions} positions "
+            f"data.context_length {config.data.context_length} is beyond the {model.max_positions} positions "
             "the model was made for"
         )
-    console.say(f"model {folder}: {describe(found)}")
+    console.say(f"model {folder}: {model.describe()}")
     return model
 
 
 def _new(config: Config, device: torch.device, tokenizer: Tokenizer, console: Console) -> Model:
-    shape = decoder_config(config.model, _vocabulary(tokenizer), config.data.context_length)
-    std = init_std(config.model, shape.width)
-    model = new_model(config.model.family, shape, _attention(config), device)
-    model.decoder.initialise(std, config.training.seed)
-    model.decoder.to(DTYPES[config.training.precision])
-    model.hf_config |= {key: getattr(tokenizer.hf, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    console.say(f"new model: {describe(shape, std)}")
+    if config.model.implementation == "fallback":
+        raise UsageError("a new model is native, and model.implementation is fallback", "leave out one of them")
+    hf_config = new_hf_config(config.model, rows_for(tokenizer.size), config.data.context_length) | _marks(tokenizer)
+    std = init_std(config.model, config.model.width or 64 * (config.model.depth or 0))
+    dtype = DTYPES[config.training.precision]
+    model = new_model(hf_config, std, config.training.seed, device, dtype, _execution(config))
+    console.say(f"new model: {describe(model.module.config, std)}")
     return model
 
 
-def _vocabulary(tokenizer: Tokenizer) -> int:
-    """Matrix units like multiples of eight."""
-    return -(-tokenizer.size // 8) * 8
+def _execution(config: Config) -> Execution:
+    model = config.model
+    return Execution(
+        implementation=model.implementation,
+        attention=model.attention,
+        packed=config.data.packing,
+        fused=model.fused,
+        recompute=model.recompute,
+        compile=model.compile,
+        liger=model.liger,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
-def _attention(config: Config) -> str:
-    return "sdpa" if config.model.attention == "auto" else config.model.attention
+def _marks(tokenizer: Tokenizer) -> dict[str, int | None]:
+    return {key: getattr(tokenizer.hf, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

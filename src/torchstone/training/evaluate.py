@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from torchstone.data.formats import CHAT, Message, Shape, conversation_of
 from torchstone.data.loader import load_data
 from torchstone.data.sources import read_rows
 from torchstone.data.tokenize import Tokenizer
-from torchstone.models.decoder import Decoder
-from torchstone.models.generate import generate
+from torchstone.errors import NumbersError
+from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.training.step import mean_loss
 
@@ -28,7 +29,7 @@ class Question(NamedTuple):
 
 
 def evaluate_file(
-    decoder: Decoder,
+    model: Model,
     tokenizer: Tokenizer,
     config: Config,
     path: str,
@@ -41,18 +42,18 @@ def evaluate_file(
     everything = np.arange(len(data.train))
     size = data.batching.global_batch_size
     batches = (data.step_batch(data.train, everything[at : at + size], at) for at in range(0, len(everything), size))
-    loss, tokens = mean_loss(decoder, batches, data.packed, device)
+    loss, tokens = mean_loss(model.module, batches, data.packed, device)
+    if not math.isfinite(loss):
+        raise NumbersError(f"{path}: the loss is {loss}", "the model's weights are no longer numbers to compute with")
     found: dict[str, Any] = {"data": path, "loss": loss, "tokens": tokens, "samples": len(everything)}
     found["dropped_rows"] = data.counts.dropped
     (shape,) = data.shapes
     if shape in CHAT and questions != 0:
-        found |= exact_match(decoder, tokenizer, path, shape, questions)
+        found |= exact_match(model, tokenizer, path, shape, questions)
     return found
 
 
-def exact_match(
-    decoder: Decoder, tokenizer: Tokenizer, path: str, shape: Shape, questions: int | None
-) -> dict[str, Any]:
+def exact_match(model: Model, tokenizer: Tokenizer, path: str, shape: Shape, questions: int | None) -> dict[str, Any]:
     """Greedy answers to all but the last message of each row, compared with that last message."""
     asked = []
     for row in read_rows(path):
@@ -63,7 +64,7 @@ def exact_match(
             asked.append((Question(before, conversation.tools), last["content"]))
         if questions is not None and len(asked) == questions:
             break
-    answers = answer(decoder, tokenizer, [question for question, _ in asked], _longest(tokenizer, asked))
+    answers = answer(model, tokenizer, [question for question, _ in asked], _longest(tokenizer, asked))
     right = [given.strip() == wanted.strip() for given, (_, wanted) in zip(answers, asked, strict=True)]
     examples = [
         {"question": question.messages[-1].get("content") or "", "answer": given, "wanted": wanted}
@@ -72,15 +73,15 @@ def exact_match(
     return {"exact_match": sum(right) / max(1, len(right)), "questions": len(right), "examples": examples}
 
 
-def answer(decoder: Decoder, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int) -> list[str]:
+def answer(model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int) -> list[str]:
     prompts = [tokenizer.encode(tokenizer.template.prompt(q.messages, q.tools)) for q in questions]
-    was_training = decoder.training
-    decoder.eval()
+    was_training = model.module.training
+    model.module.eval()
     answers = []
     for at in range(0, len(prompts), QUESTIONS_AT_A_TIME):
         part = prompts[at : at + QUESTIONS_AT_A_TIME]
-        answers += [tokenizer.decode(ids) for ids in generate(decoder, part, max_new_tokens, tokenizer.stop_ids)]
-    decoder.train(was_training)
+        answers += [tokenizer.decode(ids) for ids in model.generate(part, max_new_tokens, tokenizer.stop_ids)]
+    model.module.train(was_training)
     return answers
 
 

@@ -22,7 +22,7 @@ from torchstone.config.schema import Config
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import NumbersError, StoppedBySignal
-from torchstone.models.weights import Model
+from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import learning_rate
@@ -96,7 +96,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> Outcome:
     metrics = MetricsFile(run.output_dir / "metrics.jsonl", run.progress.step)
     if metrics.removed:
         run.console.say(f"metrics.jsonl: cut {metrics.removed} lines after step {run.progress.step}")
-    run.model.decoder.train()
+    run.model.module.train()
     run.console.begin(run.length.steps, run.progress.step)
     for callback in callbacks:
         callback.on_start(run)
@@ -160,7 +160,7 @@ def _stop_by_signal(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
 
 
 def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
-    progress, optim, module = run.progress, run.config.optim, run.model.decoder
+    progress, optim, module = run.progress, run.config.optim, run.model.module
     rate = learning_rate(progress.step, run.length.steps, optim)
     result = train_step(
         module, run.optimizer, batch, progress.step + 1, rate, optim.max_grad_norm, run.data.packed, run.device
@@ -228,7 +228,7 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
                 raise Interrupted
             yield batch
 
-    loss, _ = mean_loss(run.model.decoder, batches(), run.data.packed, run.device)
+    loss, _ = mean_loss(run.model.module, batches(), run.data.packed, run.device)
     if not math.isfinite(loss):
         raise NumbersError(
             f"validation after step {run.progress.step}: the loss is {loss}",

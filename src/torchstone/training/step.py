@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +66,13 @@ def backward(module: nn.Module, batch: StepBatch, step: int, packed: bool, devic
 
 
 def micro_loss(module: nn.Module, batch: MicroBatch, packed: bool) -> Tensor:
-    """The sum of one micro-batch's token losses. The logits end here: the largest tensor of a step is not kept."""
-    return token_loss_sum(module(batch.ids, batch.positions, batch.doc_ids if packed else None), batch.labels)
+    """The sum of one micro-batch's token losses. The logits end here: the largest tensor of a step is not kept; a
+    module with a `fused_loss` never has all of them."""
+    inputs = batch.ids, batch.positions, batch.doc_ids if packed else None
+    fused_loss = getattr(module, "fused_loss", None)
+    if fused_loss is not None:
+        return module(*inputs, finish=partial(fused_loss, labels_BT=batch.labels))
+    return token_loss_sum(module(*inputs), batch.labels)
 
 
 @torch.no_grad()

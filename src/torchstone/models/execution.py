@@ -1,0 +1,92 @@
+"""How a decoder runs: what it keeps for the backward pass, and what is compiled. Neither changes its numbers' meaning.
+
+Activation checkpointing, per block:
+- full keeps a block's input alone and computes the block again: about a third more work, least memory;
+- selective keeps the results of attention and of every second matrix product, which are what is dear to compute again,
+  and recomputes the rest: norms, rotations, activations, the other products.
+
+Compiling, always without a graph break (torch refuses one):
+- block compiles one block and uses it for all of its kind: seconds to compile, whatever the depth;
+- whole compiles from embedding to logits: the compiler sees more, and takes longer with every layer.
+
+A compiled graph is kept for the first shape it meets; the second makes one that takes any. So a run meets at most a few
+compilations for each kind of layer, with and without gradients, and not one a shape.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchstone.models.decoder import Decoder
+
+Recompute = Literal["none", "selective", "full"]
+Compile = Literal["none", "block", "whole"]
+# Kinds of layers x (first shape, any shape) x (training, validation), with room to spare.
+GRAPHS_PER_BLOCK = 32
+
+
+def recompute_activations(decoder: Decoder, how: Recompute) -> None:
+    for block in decoder.layers.values():
+        if how == "none":
+            block.recompute = None
+        elif how == "full":
+            block.recompute = partial(checkpoint, use_reentrant=False)
+        else:
+            block.recompute = partial(checkpoint, use_reentrant=False, context_fn=_selective)
+
+
+def compile_model(decoder: Decoder, how: Compile, backend: Any = "inductor") -> None:
+    """In place: names of parameters stay as they are."""
+    if how == "none":
+        return
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_PER_BLOCK)
+    # Floats are a model's constants, never inputs.
+    torch._dynamo.config.specialize_float = True
+    if how == "whole":
+        decoder.run = torch.compile(decoder.run, fullgraph=True, backend=backend)  # type: ignore[method-assign]
+        decoder.features = torch.compile(decoder.features, fullgraph=True, backend=backend)  # type: ignore[method-assign]
+        return
+    for block in decoder.layers.values():
+        block.compile(fullgraph=True, backend=backend)
+
+
+def _selective() -> Any:
+    """A policy for one pass over a block; forward and recomputation each count their own products."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in PRODUCTS:
+            counts[context.is_recompute] += 1
+            keep = counts[context.is_recompute] % 2 == 1
+        else:
+            keep = operation in ATTENTION
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _operations(*names: str) -> set[Any]:
+    """Those of the named operations that this build of torch has."""
+    found: set[Any] = set()
+    for name in names:
+        space, _, operation = name.partition("::")
+        packet = getattr(getattr(torch.ops, space), operation, None)
+        if packet is not None:
+            found.update(getattr(packet, overload) for overload in packet.overloads())
+    return found
+
+
+PRODUCTS = _operations("aten::mm", "aten::addmm", "aten::bmm")
+ATTENTION = _operations(
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "torch_attn::_varlen_attn",
+    "flash_attn::_flash_attn_varlen_forward",
+) | {torch.ops.higher_order.flex_attention}
