@@ -42,6 +42,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "llama3": rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                        original_max_position_embeddings=16),
         "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=12),
+        "yarn, long heads": rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=4.0)
+                            | {"head_dim": 32},
         "yarn, own ends": rope("yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=24.0, beta_slow=2.0,
                                mscale=1.0, mscale_all_dim=0.7, truncate=False),
         "dynamic": rope("dynamic", factor=3.0) | {"max_position_embeddings": 12},

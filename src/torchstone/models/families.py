@@ -129,13 +129,19 @@ def family_of(hf_config: dict[str, Any]) -> Family:
 
 
 def new_config(model_type: str, **sizes: Any) -> dict[str, Any]:
-    """config.json of a new model: its sizes, the rest as Transformers has it for the family."""
-    from transformers import AutoConfig
+    """config.json of a new model: its sizes, the rest as Transformers has it for the family, written out; what every
+    config of Transformers has (labels, what to return) is left out."""
+    from transformers import AutoConfig, PretrainedConfig
 
     family = FAMILIES[model_type]
     named = {family.sizes[key]: value for key, value in sizes.items() if key in family.sizes}
-    made = AutoConfig.for_model(model_type, **(named | family.new(sizes))).to_dict()
-    kept = {key: value for key, value in made.items() if value is not None and key != "transformers_version"}
+    # Special tokens are the tokenizer's, and not those of the family's first model.
+    marks = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    made = AutoConfig.for_model(model_type, **(marks | named | family.new(sizes))).to_dict()
+    every = PretrainedConfig().to_dict()
+    kept = {
+        key: value for key, value in made.items() if value is not None and (key not in every or value != every[key])
+    }
     return kept | {"architectures": [family.architecture]}
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,7 +91,6 @@ class Model(ABC):
     @abstractmethod
     def _resize(self, rows: int) -> None: ...
 
-    @abstractmethod
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -100,6 +100,11 @@ class Model(ABC):
         generator: torch.Generator | None = None,
     ) -> list[list[int]]:
         """The new tokens of each prompt, up to (and without) the first stop token; at temperature 0 the likeliest."""
+        return self._continue(prompts, max_new_tokens, stop_ids, temperature, generator)
+
+    @property
+    @abstractmethod
+    def _continue(self) -> Callable[..., list[list[int]]]: ...
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -189,15 +194,9 @@ class Native(Model):
         decoder.config = replace(decoder.config, vocab_size=rows)
         decoder.tie()
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> list[list[int]]:
-        return generate(self.module, prompts, max_new_tokens, stop_ids, temperature, generator)
+    @property
+    def _continue(self) -> Callable[..., list[list[int]]]:
+        return partial(generate, self.module)
 
     def save(self, folder: Path) -> None:
         dtype = str(self.module.tok_embed.weight.dtype).removeprefix("torch.")
@@ -256,15 +255,9 @@ class Transformers(Model):
     def _resize(self, rows: int) -> None:
         self.module.resize(rows)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> list[list[int]]:
-        return self.module.generate(prompts, max_new_tokens, stop_ids, temperature, generator)
+    @property
+    def _continue(self) -> Callable[..., list[list[int]]]:
+        return self.module.generate
 
     def save(self, folder: Path) -> None:
         self.module.generation_config_file = self.generation

@@ -8,7 +8,6 @@ a model trains (dropout, a router's auxiliary loss) becomes a note.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.weights import read_config as read_json
 from torchstone.models.weights import tensors_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     place = folder / "config.json"
-    raw = _read_json(folder)
+    raw = read_json(folder)
     _check_supported(folder, raw, trust_remote_code)
     try:
         with quiet():
@@ -139,19 +139,6 @@ def first_line(message: object) -> str:
 
 def positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _read_json(folder: Path) -> dict[str, Any]:
-    place = folder / "config.json"
-    try:
-        raw = json.loads(place.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{place}: not there, so {folder} is not a Hugging Face model folder") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{place}: not a readable JSON file: {error}") from None
-    if not isinstance(raw, dict):
-        raise UsageError(f"{place}: not an object")
-    return raw
 
 
 def _check_supported(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> None:
