@@ -22,9 +22,10 @@ from torchstone import api
 from torchstone.config.load import load_config
 from torchstone.config.schema import FamilyName
 from torchstone.data.tokenize import Tokenizer
+from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder
 from torchstone.models.families import FAMILIES
-from torchstone.models.model import Execution, Model, load_model
+from torchstone.models.model import Execution, Model, check_folder, load_model
 from torchstone.observe.console import Console
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.assemble import assemble
@@ -129,12 +130,12 @@ class TestModelTokenizerAlignment:
         said = model.align(90, {"pad_token_id": 4, "bos_token_id": 2, "eos_token_id": 7})
         assert said == [
             "pad_token_id: the model had 1, the tokenizer has 4; the model now has that",
-            "generation_config.json of the model names other ids: it is written anew",
+            "generation_config.json: pad_token_id was 1, is 4",
         ]
         model.save(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         assert [config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")] == [4, 2, [5, 7]]
-        (again,) = model.align(90, {"pad_token_id": 4, "bos_token_id": None, "eos_token_id": 8})
+        (again, *_) = model.align(90, {"pad_token_id": 4, "bos_token_id": None, "eos_token_id": 8})
         assert "eos_token_id: the model had [5, 7], the tokenizer has 8" in again
         assert model.hf_config["bos_token_id"] == 2, "a tokenizer without such a token has no say"
 
@@ -149,14 +150,13 @@ class TestModelTokenizerAlignment:
         settings = b'{\n  "eos_token_id": 7,\n "temperature":0.25, "do_sample": true, "top_p": 0.5}\n'
         (folder / GENERATION).write_bytes(settings)
         model = load_model(folder, CPU, execution=Execution(implementation=implementation))
-        model.align(90, {"eos_token_id": 7})
+        model.align(90, {"eos_token_id": 7}, stops=[7] if kept else [7, 11])
         (tmp_path / "out").mkdir()
         write_model_folder(model, tokenizer, tmp_path / "out")
         written = (tmp_path / "out" / GENERATION).read_bytes()
         assert (written == settings) == kept
         if not kept:
-            stops = tokenizer.stop_ids
-            assert json.loads(written)["eos_token_id"] == (stops if len(stops) > 1 else stops[0])
+            assert json.loads(written) == json.loads(settings) | {"eos_token_id": [7, 11]}, "only the ids are changed"
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -494,3 +494,120 @@ class TestNotes:
         code, _, err = torchstone("train", *flags(from_folder(settings, folder, **changes)))
         assert code == 2, err
         assert said in err
+
+
+class TestPaddingRow:
+    """Transformers leaves the row of pad_token_id out of the embedding's gradient; so do both implementations here."""
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_it_is_the_folder_s_and_stays_so_when_a_run_goes_on(
+        self, settings: Settings, tmp_path: Path, tokenizer: Tokenizer, implementation: Any, chat_file: Path
+    ) -> None:
+        """The folder has no pad_token_id, the tokenizer's is in every text: the row is trained, before and after."""
+        folder = make_llama(tmp_path / "model", tokenizer, pad_token_id=None)
+        pad = tokenizer.hf.pad_token_id
+        given = {key: value for key, value in settings().items() if not key.startswith("model.")} | {
+            "model.path": str(folder), "model.implementation": implementation, "data.path": str(chat_file),
+            "training.max_steps": 4,
+        }  # fmt: skip
+        whole = api.train(load_config(overrides=given | {"output_dir": str(tmp_path / "whole")}))
+        halves = given | {"output_dir": str(tmp_path / "halves"), "optim.schedule": "constant"}
+        api.train(load_config(overrides=halves | {"training.max_steps": 2}))
+        again = api.train(load_config(overrides=halves))
+        straight = api.train(load_config(overrides=halves | {"output_dir": str(tmp_path / "straight")}))
+        assert (again.checkpoint / WEIGHTS).read_bytes() == (straight.checkpoint / WEIGHTS).read_bytes()
+        assert json.loads((whole.checkpoint / "config.json").read_text())["pad_token_id"] == pad
+        assert json.loads((whole.checkpoint / "state.json").read_text())["padding_row"] is None
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_it_gets_no_gradient_through_the_input(self, tmp_path: Path, implementation: Any) -> None:
+        folder = make_model(tmp_path, "llama", "pad in text")
+        model = load_model(folder, CPU, execution=Execution(implementation=implementation))
+        assert model.padding_row == 3
+        model.module(torch.tensor([[3, 4, 3, 5]]), torch.arange(4)[None]).square().sum().backward()
+        roles = model.roles()
+        (gradient,) = [p.grad for name, p in model.module.named_parameters() if roles.get(name) == "embed"]
+        assert not gradient[3].any()
+        assert gradient[4].any()
+
+    def test_a_padding_that_occurs_in_text_is_said(
+        self, settings: Settings, tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = make_llama(tmp_path / "model", tokenizer, pad_token_id=tokenizer.eos_id)
+        given = {key: value for key, value in settings().items() if not key.startswith("model.")}
+        api.train(load_config(overrides=given | {"model.path": str(folder), "training.max_steps": 1}))
+        assert f"token {tokenizer.eos_id} occurs in text and is the model's pad_token_id" in capfd.readouterr().err
+
+
+class TestCodeInTheFolder:
+    """A folder of a known family that brings code along (auto_map), as published Phi-3 folders do."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, tokenizer: Tokenizer) -> Path:
+        folder = make_llama(tmp_path / "model", tokenizer)
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoModelForCausalLM": "mine.Mine"}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "mine.py").write_text(
+            "from transformers import LlamaForCausalLM\n"
+            "class Mine(LlamaForCausalLM):\n"
+            "    def forward(self, *args, **kwargs):\n"
+            "        out = super().forward(*args, **kwargs)\n"
+            "        out.logits = out.logits * 10\n"
+            "        return out\n"
+        )
+        return folder
+
+    def test_untrusted_it_is_not_run_and_that_is_said(self, folder: Path, tmp_path: Path) -> None:
+        model = load_model(folder, CPU)
+        assert model.implementation == "native"
+        assert "config.json names code of its own (mine.Mine), which is not run" in model.warnings
+        (tmp_path / "out").mkdir()
+        model.save(tmp_path / "out")
+        assert "auto_map" not in json.loads((tmp_path / "out/config.json").read_text())
+
+    def test_trusted_it_is_what_is_trained_and_exported(
+        self, folder: Path, settings: Settings, tmp_path: Path, torchstone: Command  # noqa: F811
+    ) -> None:  # fmt: skip
+        given = {key: value for key, value in settings().items() if not key.startswith("model.")}
+        given |= {"model.path": str(folder), "model.trust_remote_code": True, "training.max_steps": 1}
+        outcome = api.train(load_config(overrides=given))
+        plain = api.train(
+            load_config(overrides=given | {"model.trust_remote_code": False, "output_dir": str(tmp_path / "p")})
+        )
+        assert outcome.loss != plain.loss
+        code, _, err = torchstone("evaluate", given["output_dir"], "--data", given["data.path"])
+        assert (code, "which is not run unasked" in err) == (2, True)
+        found = api.export(given["output_dir"], tmp_path / "out", trust_remote_code=True)
+        assert (found["verified"], (tmp_path / "out/mine.py").is_file()) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"rms_norm_epz": 1e-3},
+            "rms_norm_epz is no key of this model, and has no effect (did you mean rms_norm_eps?)",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "rope_tetha": 5.0}},
+            "did you mean rope_theta?",
+        ),
+        ({"my_own_key": 1}, None),
+    ],
+    ids=["a key", "a key of rope", "another tool's key"],
+)
+def test_a_misspelt_key_of_config_json_is_said(tmp_path: Path, change: dict[str, Any], said: str | None) -> None:
+    folder = make_llama(tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    warnings = load_model(folder, CPU).warnings
+    assert (len(warnings) == 1 and said in warnings[0]) if said else not warnings
+
+
+def test_compiling_without_a_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "no-such-compiler")))
+    with pytest.raises(UsageError, match=r"model\.compile needs a C\+\+ compiler on a CPU"):
+        check_folder(make_llama(tmp_path / "model"), CPU, torch.float32, Execution(compile="block"))

@@ -36,6 +36,10 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "grouped": {},
         "tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+        # Ids of the tests are drawn from all of the vocabulary, so padding occurs in text, as where it is the end too.
+        "pad in text": {"pad_token_id": 3},
+        "pad in text, tied": {"pad_token_id": 5, "tie_word_embeddings": True},
+        "original length alone": rope("yarn", factor=4.0) | {"original_max_position_embeddings": 12},
         "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
         "head size": {"head_dim": 12, "tie_word_embeddings": True},
         "linear": rope("linear", factor=4.0),
@@ -57,6 +61,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {
         "plain": {},
         "windows above": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        "two original lengths": rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                     original_max_position_embeddings=64) | {"original_max_position_embeddings": 16},
         "tied yarn": rope("yarn", factor=2.0, original_max_position_embeddings=16) | {"tie_word_embeddings": True},
     },
     "qwen3": {
@@ -86,7 +92,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "caps": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 6, "attn_logit_softcapping": 2.0,
                  "final_logit_softcapping": 3.0},
         "no caps": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "attn_logit_softcapping": None,
-                    "final_logit_softcapping": None, "tie_word_embeddings": False},
+                    "final_logit_softcapping": None, "tie_word_embeddings": False, "pad_token_id": 0},
         "biases": {"head_dim": 8, "query_pre_attn_scalar": 10, "sliding_window": 7, "attention_bias": True,
                    "num_key_value_heads": 1, "layer_types": [FULL, SLIDING, FULL]},
     },
@@ -101,7 +107,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
                    "final_logit_softcapping": 4.0, "attention_bias": True, "num_key_value_heads": 4},
     },
     "phi3": {
-        "plain": {"num_key_value_heads": 4},
+        "plain": {"num_key_value_heads": 4, "pad_token_id": 7},
         "window": {"sliding_window": 7, "tie_word_embeddings": True},
         "partial": rope("default", partial_rotary_factor=0.5),
         "longrope": LONGROPE | {"original_max_position_embeddings": 12},

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder
 from torchstone.config.load import from_dict, load_config, to_dict
@@ -21,13 +23,16 @@ from torchstone.data.train_tokenizer import Pattern, check_target
 from torchstone.data.train_tokenizer import save as save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as learn_tokenizer
 from torchstone.demo.builtin import data_file
-from torchstone.models.model import Execution, load_model
+from torchstone.models.model import Execution, check_folder, load_model
 from torchstone.observe.console import Console
 from torchstone.training import run_folder
 from torchstone.training.assemble import assemble, check_rows, check_tokens, open_data, pick_device, tokenizer_path
 from torchstone.training.evaluate import Question, answer, evaluate_file
 from torchstone.training.guard import memory_guard
 from torchstone.training.loop import Callback, Outcome, Run, train_loop
+
+# Longest rows that are evaluated unless told, where the model has so many positions.
+EVALUATED_ROWS = 1024
 
 
 def train(
@@ -121,7 +126,7 @@ def evaluate(
     source: str,
     data: str,
     questions: int | None = None,
-    context_length: int = 1024,
+    context_length: int | None = None,
     device: Device = "auto",
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
@@ -131,10 +136,14 @@ def evaluate(
     console = Console("quiet" if quiet else "lines")
     place = pick_device(SystemConfig(device=device))
     folder = resolve_model_folder(source)
-    tokenizer = load_tokenizer(folder)
+    execution = Execution(packed=True, trust_remote_code=trust_remote_code)
+    check_folder(folder, place, torch.float32, execution)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     path = data_file(data, Path(cache_dir))
     with memory_guard("the evaluation", place):
-        model = load_model(folder, place, execution=Execution(packed=True, trust_remote_code=trust_remote_code))
+        model = load_model(folder, place, execution=execution)
+        context_length = context_length or min(EVALUATED_ROWS, model.max_positions or EVALUATED_ROWS)
+        console.say(f"model {folder}: {model.describe()}; rows of up to {context_length} tokens")
         settings = load_config(
             overrides={
                 "model.path": source,
@@ -165,9 +174,11 @@ class Chat:
         self, source: str, max_new_tokens: int = 256, device: Device = "auto", trust_remote_code: bool = False
     ) -> None:
         folder = resolve_model_folder(source)
-        self.tokenizer = load_tokenizer(folder)
         execution = Execution(trust_remote_code=trust_remote_code)
-        self.model = load_model(folder, pick_device(SystemConfig(device=device)), execution=execution)
+        place = pick_device(SystemConfig(device=device))
+        check_folder(folder, place, torch.float32, execution)
+        self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        self.model = load_model(folder, place, execution=execution)
         check_tokens(self.model, self.tokenizer)
         self.max_new_tokens = max_new_tokens
         self.messages: list[dict[str, Any]] = []
@@ -184,7 +195,8 @@ class Chat:
 
 def _tokenizer(settings: Config) -> Tokenizer:
     source = resolve_model_folder(settings.model.path) if settings.model.path else None
-    return load_tokenizer(tokenizer_path(settings, source), settings.data.chat_template)
+    named = tokenizer_path(settings, source)
+    return load_tokenizer(named, settings.data.chat_template, settings.model.trust_remote_code)
 
 
 def _settings(

@@ -215,7 +215,7 @@ def evaluate(
     *,
     data: str,
     questions: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
-    context_length: AtLeastOne = 1024,
+    context_length: AtLeastOne | None = None,
     device: Device = "auto",
     cache_dir: str = "cache/datasets",
     trust_remote_code: bool = False,
@@ -227,7 +227,7 @@ def evaluate(
         source: A run, a checkpoint or a Hugging Face folder.
         data: A file, folder or glob, or demo:corpus, demo:chat, demo:heldout.
         questions: How many rows to answer; all by default, 0 for none.
-        context_length: Longest row in tokens.
+        context_length: Longest row in tokens; by default 1024, or as many as the model has positions.
         device: auto, cpu or cuda.
         cache_dir: Where tokenized data is kept.
         trust_remote_code: Run code that lies in the model's folder.

@@ -37,7 +37,7 @@ def export_model(
     execution = Execution(trust_remote_code=trust_remote_code)
     numbers = stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype)
     model = load_model(folder, torch.device("cpu"), numbers, execution)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     with new_folder(target) as work:
         write_model_folder(model, tokenizer, work)
         difference = verify_folder(work, model, tokenizer, trust_remote_code) if verify else None
@@ -76,8 +76,9 @@ def verify_folder(folder: Path, model: Model, tokenizer: Tokenizer, trust_remote
     # Transformers keeps some constants (Gemma's scale of embeddings) rounded to the numbers it was loaded in. The
     # decoder keeps none, so it is compared with a model that was loaded wide. To widen is exact.
     numbers = wide if isinstance(model, Native) else "auto"
+    trusted = trust_remote_code and not isinstance(model, Native)
     theirs = AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, dtype=numbers, trust_remote_code=trust_remote_code, **attention
+        str(folder), local_files_only=True, dtype=numbers, trust_remote_code=trusted, **attention
     ).eval()
     state = theirs.state_dict()
     for name, tensor in tensors.items():

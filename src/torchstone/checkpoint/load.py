@@ -65,6 +65,10 @@ def resolve_model_folder(path: str) -> Path:
         return chosen
     if not folder.is_dir():
         raise UsageError(f"model folder {folder} does not exist", "name a Hugging Face folder, a checkpoint or a run")
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(
+            f"{folder} holds an adapter (adapter_config.json), not a model", "merge it into its model first"
+        )
     raise UsageError(f"{folder} is neither a Hugging Face folder nor a run with a checkpoint")
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import sys
 from functools import cache
+from typing import Literal, get_args, get_origin
 
 from torchstone.config import schema
 from torchstone.config.load import fields
@@ -38,7 +39,8 @@ def config_table() -> str:
     for section, title in schema.SECTION_HELP.items():
         lines.append(f"\n{section}: {title}")
         for key, default, sentence in _keys_of(section):
-            lines.append(f"  --{key}\n      {sentence}" + (f" [default: {default}]" if default else ""))
+            choices = f" [one of: {_choices(key)}]" if _choices(key) else ""
+            lines.append(f"  --{key}\n      {sentence}{choices}" + (f" [default: {default}]" if default else ""))
     return "\n".join(lines)
 
 
@@ -50,6 +52,12 @@ def _keys_of(section: str) -> list[tuple[str, str, str]]:
         for key, sentence in field_help().items()
         if key.startswith(f"{section}.")
     ]
+
+
+def _choices(key: str) -> str:
+    """The words a key may have, where it is one of a few; of several at once they are in the sentence."""
+    kinds = [fields()[key], *get_args(fields()[key])]
+    return ", ".join(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def _shown(value: object) -> str:
@@ -79,7 +87,8 @@ def markdown_table() -> str:
     for section, title in schema.SECTION_HELP.items():
         lines += ["", f"## {section}: {title}", "", "| key | default | meaning |", "|---|---|---|"]
         for key, default, sentence in _keys_of(section):
-            lines.append(f"| `{key}` | {f'`{default}`' if default else ''} | {sentence} |")
+            choices = f" One of: {_choices(key)}." if _choices(key) else ""
+            lines.append(f"| `{key}` | {f'`{default}`' if default else ''} | {sentence}{choices} |")
     lines += ["", "## beside the sections", "", "| key | default | meaning |", "|---|---|---|"]
     lines.append(f"| `output_dir` | `{schema.Config().output_dir}` | {field_help()['output_dir']} |")
     return "\n".join(lines) + "\n"

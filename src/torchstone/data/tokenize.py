@@ -101,8 +101,11 @@ class Tokenizer:
         self.hf.save_pretrained(folder)
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a folder, with another chat template where one is named (a file, or a built-in one)."""
+def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a folder, with another chat template where one is named (a file, or a built-in one).
+
+    Transformers asks on the terminal whether to run a folder's code unless it is told.
+    """
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
@@ -110,7 +113,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
             f"tokenizer folder {folder} does not exist", "model.tokenizer names a folder with tokenizer.json"
         )
     try:
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
         # Transformers meets damaged files with whatever they make it stumble over.
         said = " ".join(str(error).split())[:300]

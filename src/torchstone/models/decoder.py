@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -85,6 +85,8 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
+    # The token whose embedding gets no gradient, as Transformers has it for pad_token_id.
+    padding_row: int | None = field(default=None, compare=False)
 
     @property
     def depth(self) -> int:
@@ -272,7 +274,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, attention: Backend = "sdpa", fused: tuple[Fusion, ...] = ()) -> None:
         super().__init__()
         self.config = config
-        self.tok_embed = nn.Embedding(config.vocab_size, config.width)
+        self.tok_embed = nn.Embedding(config.vocab_size, config.width, padding_idx=config.padding_row)
         if config.learned_positions:
             self.pos_embed = nn.Embedding(config.max_positions, config.width)
         # Keyed by the number of the layer in the whole model, so that a part of the layers keeps its names.

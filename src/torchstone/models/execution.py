@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder
 
 Recompute = Literal["none", "selective", "full"]
@@ -37,6 +38,21 @@ def recompute_activations(decoder: Decoder, how: Recompute) -> None:
             block.recompute = partial(checkpoint, use_reentrant=False)
         else:
             block.recompute = partial(checkpoint, use_reentrant=False, context_fn=_selective)
+
+
+def check_compiler(device: torch.device) -> None:
+    """On a CPU, torch.compile needs a C++ compiler."""
+    if device.type != "cpu":
+        return
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise UsageError(
+            "model.compile needs a C++ compiler on a CPU (g++ or clang++), and there is none",
+            "install one, or leave out model.compile",
+        ) from None
 
 
 def compile_model(decoder: Decoder, how: Compile, backend: Any = "inductor") -> None:

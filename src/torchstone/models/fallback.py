@@ -79,6 +79,22 @@ class Fallback(nn.Module):
         values = (getattr(self.hf.config.get_text_config(), key, None) for key in MAX_POSITIONS)
         return next((value for value in values if type(value) is int and value > 0), None)
 
+    def why_not_rows(self, longest: int) -> str | None:
+        """Why rows of up to `longest` tokens cannot be computed, or not by themselves."""
+        config = self.hf.config.get_text_config()
+        limit = length_of_plain_rope(config)
+        if limit is not None and longest > limit:
+            return (
+                f"beyond {limit} tokens its rotary positions depend on the longest row of a batch in Transformers, so "
+                "a row would not be what it is alone"
+            )
+        most = self.max_positions
+        tables = [part.num_embeddings for part in self.hf.modules() if isinstance(part, nn.Embedding)]
+        # Some leave a few rows free at the beginning.
+        if most is not None and longest > most and any(most <= size <= most + 8 for size in tables):
+            return f"the model has a table of {most} positions"
+        return None
+
     def checkpoint_activations(self) -> None:
         """Activations of each layer are computed again in the backward pass instead of being kept."""
         name = type(self.hf).__name__
@@ -120,9 +136,11 @@ class Fallback(nn.Module):
             return
         head = self.hf.get_output_embeddings()
         old_of_head = 0 if head is None else head.weight.shape[0]
+        padding = getattr(self.hf.get_input_embeddings(), "padding_idx", None)
         with _same_rng(self.device):
             self.hf.resize_token_embeddings(rows, mean_resizing=False)
         embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
+        embedding.padding_idx = padding
         _fill_with_mean(embedding.weight, old)
         if head is not None and head.weight is not embedding.weight:
             _fill_with_mean(head.weight, old_of_head)
@@ -289,6 +307,18 @@ def _check_boundaries(positions_BT: Tensor, doc_ids_BT: Tensor) -> None:
     new_document = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
     if bool((new_document & (positions_BT.diff(dim=1) == 1)).any()):
         raise ValueError("positions must start again with every document of a row")
+
+
+def length_of_plain_rope(config: Any) -> int | None:
+    """Up to how many tokens rotary positions that depend on a row's length do not; None where they never do."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    kinds = {value.get("rope_type", value.get("type")): value for value in nested}
+    most = getattr(config, "max_position_embeddings", None)
+    if "longrope" in kinds:
+        own = kinds["longrope"].get("original_max_position_embeddings")
+        return own or getattr(config, "original_max_position_embeddings", None) or most
+    return most if "dynamic" in kinds else None
 
 
 class _Choose:

@@ -81,6 +81,9 @@ class Family:
         self._check_sizes(hf_config)
         given = {key: value for key, value in hf_config.items() if key != "model_type"}
         hf = AutoConfig.for_model(hf_config["model_type"], **given)
+        if getattr(hf, "rope_parameters", None):
+            # Transformers does so again when it builds the model, and an original length that stands alone wins then.
+            hf.standardize_rope_params()
         _refuse(hf, is_causal=True)
         return DecoderConfig(**(_usual(hf) | self.differs(hf)))
 
@@ -147,7 +150,10 @@ def new_config(model_type: str, **sizes: Any) -> dict[str, Any]:
 
 def dropout_note(hf_config: dict[str, Any]) -> str | None:
     """A decoder computes the same in training and out of it; a config that asks for dropout is told so."""
-    asked = {key: hf_config[key] for key in DROPOUTS if hf_config.get(key)}
+    from transformers import AutoConfig
+
+    hf = AutoConfig.for_model(**hf_config)
+    asked = {key: getattr(hf, key) for key in DROPOUTS if getattr(hf, key, None)}
     if not asked:
         return None
     names = ", ".join(f"{key} {value}" for key, value in asked.items())
@@ -167,9 +173,18 @@ def _usual(hf: Any) -> dict[str, Any]:
         "mlp_width": getattr(hf, "intermediate_size", None),
         "max_positions": hf.max_position_embeddings,
         "tied": hf.tie_word_embeddings,
+        "padding_row": _padding_row(hf),
         "norm_eps": getattr(hf, "rms_norm_eps", None),
         "activation": _activation(hf),
     }
+
+
+def _padding_row(hf: Any) -> int | None:
+    """Negative ids count from the end, as in torch; one beyond the rows is left to the tokenizer's alignment."""
+    row = hf.pad_token_id
+    if row is None or not -hf.vocab_size <= row < hf.vocab_size:
+        return None
+    return row % hf.vocab_size
 
 
 def alike(hf: Any, window: int | None = None, partial: bool = False) -> tuple[LayerKind, ...]:
@@ -341,6 +356,7 @@ def _gpt2(hf: Any) -> dict[str, Any]:
         "out_bias": True,
         "mlp_bias": True,
         "learned_positions": True,
+        "padding_row": None,
     }
 
 

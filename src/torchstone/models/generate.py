@@ -41,8 +41,13 @@ def generate(
     stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     cache = KeyValueCache()
+    text = [(ids, positions, docs)]
     columns: list[Tensor] = []
     for _ in range(max_new_tokens):
+        if columns and _turns_otherwise(decoder, positions):
+            # Keys of what was read so far were turned by other angles: read it all again.
+            cache = KeyValueCache()
+            ids, positions, docs = (torch.cat(parts, dim=1) for parts in zip(*text, strict=True))
         # Every token makes the keys longer by one: compiling would begin anew each time.
         with torch.compiler.set_stance("force_eager"):
             logits = decoder(ids, positions, docs, cache)[:, -1].float()
@@ -52,9 +57,16 @@ def generate(
         if bool(done.all()):
             break
         ids, positions, docs = chosen[:, None], positions[:, -1:] + 1, torch.zeros_like(chosen)[:, None]
+        text.append((ids, positions, docs))
     if not columns:
         return [[] for _ in prompts]
     return [[token for token in row if token >= 0] for row in torch.stack(columns, dim=1).tolist()]
+
+
+def _turns_otherwise(decoder: Decoder, positions_B1: Tensor) -> bool:
+    """Whether a row has just become longer than longrope's original length, as Transformers' Phi-3 looks for it too."""
+    ropes = {layer.rope for layer in decoder.config.layers if layer.rope is not None and layer.rope.long_factors}
+    return any(bool((positions_B1 == rope.original_positions).any()) for rope in ropes)
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

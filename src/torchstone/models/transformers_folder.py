@@ -152,7 +152,10 @@ def _check_supported(folder: Path, raw: dict[str, Any], trust_remote_code: bool)
     if raw.get("quantization_config") is not None:
         raise UsageError(f"{place}: the weights are quantized and cannot be trained", "start from the unquantized ones")
     if raw.get("auto_map") and not trust_remote_code:
-        hint = "--model.trust_remote_code true runs the code that lies in the folder: read it first"
+        hint = (
+            "--model.trust_remote_code true (--trust-remote-code, where nothing is trained) runs the code that lies in "
+            "the folder: read it first"
+        )
         if known:
             hint += f'; or remove "auto_map" from config.json to use the {kind} that Transformers has'
         raise UsageError(f"{place}: the model comes with its own code (auto_map), which is not run unasked", hint)

@@ -57,7 +57,9 @@ def read_shape(folder: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
         family = family_of(hf_config)
         return hf_config, family, family.read(hf_config)
     except KeyError as error:
-        raise UsageError(f"{place}: the key {error} is missing") from None
+        key = str(error.args[0])
+        # Transformers puts whole sentences in them.
+        raise UsageError(f"{place}: {f'the key {key!r} is missing' if key.isidentifier() else key}") from None
     except UsageError as error:
         raise NotNative(f"{place}: {error.message}", error.hint) from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.model import Execution, Model, Native, check_folder, load_model, new_model, rows_for
+from torchstone.models.model import Execution, Model, Native, check_folder, check_new, load_model, new_model, rows_for
 from torchstone.models.sizing import decoder_config, describe, init_std, new_hf_config
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
@@ -38,8 +39,11 @@ def assemble(config: Config, console: Console) -> Run:
     checkpoint = find_resume(Path(config.output_dir), config.checkpoint.resume, console.warn)
     source = checkpoint or (resolve_model_folder(config.model.path) if config.model.path else None)
     if source is not None:
-        check_folder(source, _execution(config))
-    tokenizer = load_tokenizer(checkpoint or tokenizer_path(config, source), config.data.chat_template)
+        check_folder(source, device, DTYPES[config.training.precision], _execution(config))
+    named = checkpoint or tokenizer_path(config, source)
+    tokenizer = load_tokenizer(named, config.data.chat_template, config.model.trust_remote_code)
+    if source is None:
+        check_new(_new_hf_config(config, tokenizer), device, DTYPES[config.training.precision], _execution(config))
     data = open_data(config, tokenizer, console)
     identified = identity(config, data)
     progress = Progress()
@@ -55,6 +59,8 @@ def assemble(config: Config, console: Console) -> Run:
     check_rows(model, config)
     optimizer = build_optimizer(model.module.named_parameters(), config.optim, model.roles())
     if checkpoint is not None:
+        # config.json has the tokenizer's pad_token_id by now, but the run began with the folder's.
+        model.padding_row = state.get("padding_row", model.padding_row)
         restore_optimizer(checkpoint, optimizer, model)
         restore_random(checkpoint)
         console.say(f"going on from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
@@ -62,6 +68,7 @@ def assemble(config: Config, console: Console) -> Run:
     for note in schedule_notes(length.steps, config.optim):
         console.warn(note)
     saved_with = {"identity": identified, "version": __version__, "torch": torch.__version__}
+    saved_with |= {"padding_row": model.padding_row, "implementation": model.implementation, "model": model.notes}
     run = Run(config, model, tokenizer, data, optimizer, device, length, progress, console, saved_with, checkpoint)
     mark_best_of(run)
     return run
@@ -107,11 +114,9 @@ def check_rows(model: Model, config: Config) -> None:
             f"data.packing puts several documents in a row, which this model does not allow: {reason}",
             "use --data.packing false",
         )
-    if model.fixed_positions and model.max_positions is not None and longest > model.max_positions:
-        raise UsageError(
-            f"data.context_length {longest} is beyond the {model.max_positions} positions that the model has",
-            f"use a context length of at most {model.max_positions}",
-        )
+    reason = model.why_not_rows(longest)
+    if reason is not None:
+        raise UsageError(f"rows of {longest} tokens are too long: {reason}", "use a shorter context length")
 
 
 def check_tokens(model: Model, tokenizer: Tokenizer) -> None:
@@ -130,14 +135,20 @@ def _loaded(config: Config, folder: Path, device: torch.device, tokenizer: Token
         if not isinstance(model, Native) or wanted != model.module.config:
             raise CheckpointError(
                 f"{folder} holds another model than the config asks for: {model.describe()}",
-                f"the config asks for {describe(wanted)}; choose another --output-dir to start anew",
+                f"the config asks for {config.model.family}, native: {describe(wanted)}; choose another --output-dir "
+                "to start anew",
             )
-    for change in model.align(tokenizer.size, _marks(tokenizer)):
+    for change in model.align(tokenizer.size, _marks(tokenizer), tokenizer.stop_ids):
         console.warn(change)
-    if model.max_positions is not None and config.data.context_length > model.max_positions:
+    if model.padding_row in {tokenizer.hf.bos_token_id, *tokenizer.stop_ids} - {None}:
         console.warn(
-            f"data.context_length {config.data.context_length} is beyond the {model.max_positions} positions "
-            "the model was made for"
+            f"token {model.padding_row} occurs in text and is the model's pad_token_id as well: its embedding is not "
+            "trained, as in Transformers"
+        )
+    longest = config.data.context_length
+    if model.max_positions is not None and longest > model.max_positions and model.why_not_rows(longest) is None:
+        console.warn(
+            f"data.context_length {longest} is beyond the {model.max_positions} positions the model was made for"
         )
     console.say(f"model {folder}: {model.describe()}")
     return model
@@ -146,12 +157,17 @@ def _loaded(config: Config, folder: Path, device: torch.device, tokenizer: Token
 def _new(config: Config, device: torch.device, tokenizer: Tokenizer, console: Console) -> Model:
     if config.model.implementation == "fallback":
         raise UsageError("a new model is native, and model.implementation is fallback", "leave out one of them")
-    hf_config = new_hf_config(config.model, rows_for(tokenizer.size), config.data.context_length) | _marks(tokenizer)
+    hf_config = _new_hf_config(config, tokenizer)
     std = init_std(config.model, config.model.width or 64 * (config.model.depth or 0))
     dtype = DTYPES[config.training.precision]
     model = new_model(hf_config, std, config.training.seed, device, dtype, _execution(config))
-    console.say(f"new model: {describe(model.module.config, std)}")
+    console.say(f"new model: {model.describe()}, init std {std:.4f}")
     return model
+
+
+def _new_hf_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    rows = rows_for(tokenizer.size)
+    return new_hf_config(config.model, rows, config.data.context_length) | _marks(tokenizer)
 
 
 def _execution(config: Config) -> Execution:
