@@ -501,7 +501,13 @@ class TestPaddingRow:
 
     @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     def test_it_is_the_folder_s_and_stays_so_when_a_run_goes_on(
-        self, settings: Settings, tmp_path: Path, tokenizer: Tokenizer, implementation: Any, chat_file: Path
+        self,
+        settings: Settings,
+        tmp_path: Path,
+        tokenizer: Tokenizer,
+        implementation: Any,
+        chat_file: Path,
+        capfd: pytest.CaptureFixture[str],
     ) -> None:
         """The folder has no pad_token_id, the tokenizer's is in every text: the row is trained, before and after."""
         folder = make_llama(tmp_path / "model", tokenizer, pad_token_id=None)
@@ -518,6 +524,7 @@ class TestPaddingRow:
         assert (again.checkpoint / WEIGHTS).read_bytes() == (straight.checkpoint / WEIGHTS).read_bytes()
         assert json.loads((whole.checkpoint / "config.json").read_text())["pad_token_id"] == pad
         assert json.loads((whole.checkpoint / "state.json").read_text())["padding_row"] is None
+        assert "occurs in text and is the model's pad_token_id" not in capfd.readouterr().err
 
     @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     def test_it_gets_no_gradient_through_the_input(self, tmp_path: Path, implementation: Any) -> None:

@@ -213,7 +213,8 @@ class _Build:
 
     def _go_on_or_begin(self) -> None:
         total = sum(map(size_on_disk, self.source.files))
-        what = f"{self.source.name} ({len(self.source.files)} files, {total / 1e6:.1f} MB)"
+        count = len(self.source.files)
+        what = f"{self.source.name} ({count} file{'s' if count != 1 else ''}, {total / 1e6:.1f} MB)"
         if self._take_up_journal():
             self.console.say(f"going on with tokenizing {what} into {self.final}, after {self.counts.rows} rows")
             return

@@ -464,7 +464,8 @@ def _misspelt(hf_config: dict[str, Any]) -> list[str]:
     """Keys that Transformers does not know, but nearly: a typing error there changes a model without a word."""
     from transformers import AutoConfig
 
-    known = {*AutoConfig.for_model(hf_config["model_type"]).to_dict(), *OLD_KEYS}
+    own = AutoConfig.for_model(hf_config["model_type"]).to_dict()
+    known = {*(key for key in own if not key.startswith("_")), *OLD_KEYS}
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
     pairs = [(key, known) for key in hf_config]
     if isinstance(rope, dict):

@@ -64,6 +64,11 @@ def assemble(config: Config, console: Console) -> Run:
         restore_optimizer(checkpoint, optimizer, model)
         restore_random(checkpoint)
         console.say(f"going on from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
+    if model.padding_row in {tokenizer.hf.bos_token_id, *tokenizer.stop_ids} - {None}:
+        console.warn(
+            f"token {model.padding_row} occurs in text and is the model's pad_token_id as well: its embedding is not "
+            "trained, as in Transformers"
+        )
     length = run_length(config.training, data, config.data.shuffle, progress)
     for note in schedule_notes(length.steps, config.optim):
         console.warn(note)
@@ -140,11 +145,6 @@ def _loaded(config: Config, folder: Path, device: torch.device, tokenizer: Token
             )
     for change in model.align(tokenizer.size, _marks(tokenizer), tokenizer.stop_ids):
         console.warn(change)
-    if model.padding_row in {tokenizer.hf.bos_token_id, *tokenizer.stop_ids} - {None}:
-        console.warn(
-            f"token {model.padding_row} occurs in text and is the model's pad_token_id as well: its embedding is not "
-            "trained, as in Transformers"
-        )
     longest = config.data.context_length
     if model.max_positions is not None and longest > model.max_positions and model.why_not_rows(longest) is None:
         console.warn(
