@@ -242,6 +242,10 @@ class Native(Model):
         choice = choose_liger(execution.liger, self.module.config, execution.compile, device)
         apply_liger(self.module, choice.kernels)
         self.notes += choice.notes
+        if execution.recompute != "none":
+            self.notes.append(f"recomputing: {execution.recompute}")
+        if execution.compile != "none":
+            self.notes.append(f"compiling: {execution.compile}; the first steps take longer")
         compile_model(self.module, execution.compile)
 
     def _resize(self, rows: int) -> None:

@@ -272,7 +272,7 @@ def _why_not(module: Fallback, way: str, probe: _Probe) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"it does not run ({type(error).__name__}: {first_line(error)})"
+        return f"it does not run ({type(error).__name__})"
     untouched = probe.checked_BT & ~probe.changed_BT
     seen = _difference(after_change[untouched], logits[untouched])
     if not seen <= limits.unseen:
