@@ -23,7 +23,7 @@ from torchstone.config.schema import ModelConfig, OptimConfig
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.models.model import new_model
+from torchstone.models.opening import new_model
 from torchstone.models.sizing import new_hf_config
 from torchstone.optim.build import build_optimizer
 from torchstone.training.step import train_step

@@ -16,7 +16,8 @@ from torchstone.config.schema import OptimConfig
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.models.model import AS_IT_COMES, Execution, load_model
+from torchstone.models.execution import AS_IT_COMES, Execution
+from torchstone.models.opening import load_model
 from torchstone.models.weights import Files, disk_tensors
 from torchstone.optim.build import build_optimizer
 from torchstone.training import step as training_step

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tiny_families import SHAPES, VOCABULARY, make_model
 from torchstone.errors import UsageError
 from torchstone.models.decoder import MLP, Decoder, DecoderConfig, LayerKind
-from torchstone.models.execution import compile_model, recompute_activations
+from torchstone.models.execution import Execution, compile_model, recompute_activations
 from torchstone.models.generate import generate
-from torchstone.models.model import Execution, load_model
+from torchstone.models.opening import load_model
 
 CPU = torch.device("cpu")
 KINDS = (LayerKind(), LayerKind(window=5), LayerKind(rope=None), LayerKind())

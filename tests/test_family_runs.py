@@ -22,7 +22,7 @@ from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder
-from torchstone.models.model import load_model
+from torchstone.models.opening import load_model
 from torchstone.models.weights import save_weights
 from torchstone.observe.metrics import read_metrics
 

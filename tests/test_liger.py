@@ -26,8 +26,9 @@ from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.loss.fused import fused_loss_sum
 from torchstone.models import liger
 from torchstone.models.decoder import MLP, Attention, Decoder, RMSNorm
+from torchstone.models.execution import Execution
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
-from torchstone.models.model import Execution, load_model
+from torchstone.models.opening import load_model
 from torchstone.models.weights import read_shape
 from torchstone.training.step import micro_loss
 

@@ -21,7 +21,8 @@ from sides import MAX_NORM, WEIGHT_DECAY, both_sides
 from tiny import TINY_LLAMA, make_llama, write_rows
 from torchstone import api
 from torchstone.config import load_config
-from torchstone.models.model import Execution, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.opening import load_model
 from torchstone.observe.metrics import read_metrics
 from torchstone.training import step as training_step
 

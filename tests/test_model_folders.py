@@ -23,7 +23,9 @@ from torchstone import api
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.models.decoder import Decoder
-from torchstone.models.model import Execution, Model, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.model import Model
+from torchstone.models.opening import load_model
 from torchstone.models.weights import save_weights
 
 Settings = Callable[..., dict[str, Any]]
@@ -615,3 +617,14 @@ def test_the_api_raises_what_the_command_says(sources: dict[str, Path], tmp_path
 def same(one: Model, other: Model) -> bool:
     a, b = one.disk_tensors(), other.disk_tensors()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_damaged_file_is_found_before_any_data_is_read(
+    torchstone: Command,  # noqa: F811
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+) -> None:
+    weights = make_llama(tmp_path / "model", tokenizer) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-50])
+    code, _, err = torchstone("train", "--model.path", weights.parent, "--data.path", tmp_path / "not-there.jsonl")
+    assert (code, "model.safetensors: damaged" in err) == (6, True), err

@@ -24,8 +24,10 @@ from torchstone.config.schema import FamilyName
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder
+from torchstone.models.execution import Execution
 from torchstone.models.families import FAMILIES
-from torchstone.models.model import Execution, Model, check_folder, load_model
+from torchstone.models.model import Model
+from torchstone.models.opening import check_folder, load_model
 from torchstone.observe.console import Console
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.assemble import assemble

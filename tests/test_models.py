@@ -16,9 +16,10 @@ from tiny import TINY_LLAMA, make_llama
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import Decoder
+from torchstone.models.execution import Execution
 from torchstone.models.families import FAMILIES
 from torchstone.models.generate import generate
-from torchstone.models.model import Execution, load_model, new_model
+from torchstone.models.opening import load_model, new_model
 from torchstone.models.sizing import decoder_config, init_std, new_hf_config, parameter_count
 from torchstone.models.weights import save_weights
 
@@ -251,7 +252,7 @@ LOADING = """
 import sys
 from pathlib import Path
 import torch
-from torchstone.models.model import load_model
+from torchstone.models.opening import load_model
 
 def memory(kind):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(kind))

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import parity
-from torchstone.models.model import Execution, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.opening import load_model
 from torchstone.models.weights import disk_tensors
 
 CPU = torch.device("cpu")

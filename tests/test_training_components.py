@@ -30,7 +30,8 @@ from torchstone.data.sampler import InfiniteSampler, MixedSampler
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumbersError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
-from torchstone.models.model import Model, load_model
+from torchstone.models.model import Model
+from torchstone.models.opening import load_model
 from torchstone.observe.console import Console, Eta, bar_text, clock, step_line
 from torchstone.observe.metrics import MetricsFile, memory_bytes, read_metrics
 from torchstone.optim.build import NATIVE_ROLES, build_optimizer, kind_of

@@ -39,7 +39,6 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         # Ids of the tests are drawn from all of the vocabulary, so padding occurs in text, as where it is the end too.
         "pad in text": {"pad_token_id": 3},
         "pad in text, tied": {"pad_token_id": 5, "tie_word_embeddings": True},
-        "original length alone": rope("yarn", factor=4.0) | {"original_max_position_embeddings": 12},
         "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
         "head size": {"head_dim": 12, "tie_word_embeddings": True},
         "linear": rope("linear", factor=4.0),
@@ -61,8 +60,6 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {
         "plain": {},
         "windows above": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-        "two original lengths": rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                     original_max_position_embeddings=64) | {"original_max_position_embeddings": 16},
         "tied yarn": rope("yarn", factor=2.0, original_max_position_embeddings=16) | {"tie_word_embeddings": True},
     },
     "qwen3": {

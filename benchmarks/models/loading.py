@@ -45,7 +45,7 @@ def make(folder: Path, depth: int) -> None:
     from speed import LLAMA_1B
 
     from torchstone.models.families import new_config
-    from torchstone.models.model import new_model
+    from torchstone.models.opening import new_model
     from torchstone.models.weights import save_weights
 
     for name, layers, shard_bytes in (("small", 1, 10**10), ("one-file", depth, 10**10), ("shards", depth, 5 * 10**8)):
@@ -76,7 +76,7 @@ def measure(who: str, numbers: str, kind: str, folder: Path) -> dict[str, object
 
 
 def ours(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    from torchstone.models.model import load_model
+    from torchstone.models.opening import load_model
 
     return load_model(folder, torch.device("cpu"), dtype).module
 

@@ -23,8 +23,9 @@ from torchstone.config.schema import OptimConfig
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
+from torchstone.models.execution import Execution
 from torchstone.models.families import new_config
-from torchstone.models.model import Execution, new_model
+from torchstone.models.opening import new_model
 from torchstone.optim.build import build_optimizer
 from torchstone.training.step import train_step
 

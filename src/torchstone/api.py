@@ -23,7 +23,8 @@ from torchstone.data.train_tokenizer import Pattern, check_target
 from torchstone.data.train_tokenizer import save as save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as learn_tokenizer
 from torchstone.demo.builtin import data_file
-from torchstone.models.model import Execution, check_folder, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.opening import check_folder, load_model
 from torchstone.observe.console import Console
 from torchstone.training import run_folder
 from torchstone.training.assemble import assemble, check_rows, check_tokens, open_data, pick_device, tokenizer_path

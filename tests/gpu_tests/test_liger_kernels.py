@@ -23,7 +23,8 @@ from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.decoder import RMSNorm
-from torchstone.models.model import Execution, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.opening import load_model
 from torchstone.training.step import micro_loss, train_step
 
 DEVICE = torch.device("cuda")

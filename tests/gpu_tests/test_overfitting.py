@@ -15,7 +15,7 @@ from torchstone.config import load_config
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
-from torchstone.models.model import load_model
+from torchstone.models.opening import load_model
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.step import backward
 

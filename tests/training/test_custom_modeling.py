@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import parity
 from sides import OurSide, both_sides
 from tiny_families import BY_LENGTH, CAPPED, CASES, SHAPES, VOCABULARY, make_model
-from torchstone.models.model import Execution, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.opening import load_model
 
 CPU = torch.device("cpu")
 LOGITS_LIMIT = 1e-5

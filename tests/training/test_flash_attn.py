@@ -20,7 +20,8 @@ from attention_cases import PROBLEMS, apart, solve, tensors
 from tiny_families import VOCABULARY, make_model
 from torchstone.errors import UsageError
 from torchstone.models.attention import Lens, attend, choose, sights, visible
-from torchstone.models.model import Execution, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.opening import load_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, BF16 = torch.float32, torch.bfloat16

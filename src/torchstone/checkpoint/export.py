@@ -17,7 +17,9 @@ from torchstone.checkpoint.load import resolve_model_folder
 from torchstone.checkpoint.save import write_model_folder
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.model import Execution, Model, Native, load_model
+from torchstone.models.execution import Execution
+from torchstone.models.model import Model, Native
+from torchstone.models.opening import load_model
 from torchstone.models.tensor_files import TensorFile
 from torchstone.models.weights import weight_files
 

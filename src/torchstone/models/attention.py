@@ -31,6 +31,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torchstone.errors import UsageError
 
 Backend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3"]
+# The document that padding is.
+PADDING = -1
 VARIABLE_LENGTH = ("flash", "flash-attn", "fa3")
 # From torch 2.12 on.
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters

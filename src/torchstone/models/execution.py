@@ -15,6 +15,7 @@ compilations for each kind of layer, with and without gradients, and not one a s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,12 +23,47 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchstone.errors import UsageError
-from torchstone.models.decoder import Decoder
+from torchstone.models.decoder import Decoder, Fusion
 
 Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "block", "whole"]
+Implementation = Literal["auto", "native", "fallback"]
 # Kinds of layers x (first shape, any shape) x (training, validation), with room to spare.
 GRAPHS_PER_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model is to be run; nothing here changes what it computes."""
+
+    implementation: Implementation = "auto"
+    attention: str = "auto"
+    # Whether rows hold several documents: some kernels are better at that than others.
+    packed: bool = False
+    fused: tuple[Fusion, ...] = ()
+    recompute: Recompute = "none"
+    compile: Compile = "none"
+    liger: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+
+
+AS_IT_COMES = Execution()
+
+
+def check_fallback_execution(execution: Execution) -> None:
+    """Refuses what models that run in Transformers cannot do."""
+    asked = {
+        "recompute selective": execution.recompute == "selective",
+        "compile": execution.compile != "none",
+        "fused": bool(execution.fused),
+    }
+    names = [f"model.{key}" for key, given in asked.items() if given]
+    if names:
+        verb = "are" if len(names) > 1 else "is"
+        raise UsageError(
+            f"{', '.join(names)} {verb} for the native decoder, and this model runs in Transformers",
+            "leave it out; model.recompute full works in both",
+        )
 
 
 def recompute_activations(decoder: Decoder, how: Recompute) -> None:

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchstone.errors import UsageError
+from torchstone.loss.cross_entropy import IGNORED
 from torchstone.models.probing import LIMITS, check_causal, find_packing, limits_of, rows_of, windows_of
 from torchstone.models.transformers_folder import check_files, first_line, load_complete, notes_on, quiet, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IGNORED = -100
 SHARD_SIZE = "5GB"
 MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 

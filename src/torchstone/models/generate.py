@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from torchstone.errors import UsageError
-from torchstone.models.attention import KeyValueCache
+from torchstone.models.attention import PADDING, KeyValueCache
 from torchstone.models.decoder import Decoder
-
-PADDING = -1
 
 
 @torch.inference_mode()

@@ -7,64 +7,36 @@ not computed) is in `notes` and `warnings`, for whoever opens them to print.
 
 from __future__ import annotations
 
-import difflib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchstone.errors import UsageError
-from torchstone.models.attention import Choice, choose
-from torchstone.models.decoder import Decoder, DecoderConfig, Fusion, pieces_of
+from torchstone.models.decoder import Decoder, pieces_of
 from torchstone.models.execution import (
-    Compile,
-    Recompute,
-    check_compiler,
+    Execution,
+    Implementation,
+    check_fallback_execution,
     compile_model,
     recompute_activations,
 )
-from torchstone.models.fallback import Fallback, check_fallback, load_fallback, save_fallback
-from torchstone.models.families import FAMILIES, Family, dropout_note
+from torchstone.models.fallback import Fallback, save_fallback
+from torchstone.models.families import FAMILIES, Family
 from torchstone.models.generate import generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
-from torchstone.models.probing import WAYS
 from torchstone.models.sizing import describe
-from torchstone.models.weights import Files, NotNative, disk_tensors, read_config, read_shape, save_weights
+from torchstone.models.weights import disk_tensors, save_weights
 
-Implementation = Literal["auto", "native", "fallback"]
 GENERATION_FILE = "generation_config.json"
 # A tokenizer with more tokens than the model has rows gets rows up to a multiple of this.
 ROWS = 8
-# Spellings of older files that are still read, and what tools leave behind.
-OLD_KEYS = ("rope_scaling", "rope_theta", "torch_dtype", "dtype", "partial_rotary_factor", "transformers_version")
-ROPE_KEYS = ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
-             "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale",
-             "mscale_all_dim", "truncate", "partial_rotary_factor")  # fmt: skip
 MARKS = ("pad_token_id", "bos_token_id", "eos_token_id")
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a model is to be run; nothing here changes what it computes."""
-
-    implementation: Implementation = "auto"
-    attention: str = "auto"
-    # Whether rows hold several documents: some kernels are better at that than others.
-    packed: bool = False
-    fused: tuple[Fusion, ...] = ()
-    recompute: Recompute = "none"
-    compile: Compile = "none"
-    liger: tuple[str, ...] = ()
-    trust_remote_code: bool = False
-
-
-AS_IT_COMES = Execution()
 
 
 @dataclass
@@ -315,7 +287,7 @@ class Transformers(Model):
         return self.module.why_not_packed
 
     def execute(self, execution: Execution) -> None:
-        _check_fallback_execution(execution)
+        check_fallback_execution(execution)
         self.notes += apply_liger_to_fallback(self.module.hf, execution.liger).notes
         if execution.recompute == "full":
             self.module.checkpoint_activations()
@@ -347,173 +319,9 @@ class Transformers(Model):
         setattr(self.module.hf.config, key, value)
 
 
-def new_model(
-    hf_config: dict[str, Any],
-    std: float,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    execution: Execution = AS_IT_COMES,
-) -> Native:
-    """A model of the family and shape that `hf_config` describes, its weights drawn from `seed`."""
-    family = FAMILIES[hf_config["model_type"]]
-    # Padding is never trained on here, so that every row of a new model may learn.
-    config = replace(family.read(hf_config), padding_row=None)
-    choice = _choice(config, execution, device, dtype)
-    with device:
-        decoder = Decoder(config, choice.backend, execution.fused)
-    decoder.initialise(std, seed)
-    model = Native(decoder.to(dtype), hf_config, notes=[_said(choice)], family=family)
-    model.execute(execution)
-    return model
-
-
-def load_model(
-    folder: Path, device: torch.device, dtype: torch.dtype = torch.float32, execution: Execution = AS_IT_COMES
-) -> Model:
-    """The model of a Hugging Face folder, complete: every weight read, none left over."""
-    why_not = why_not_native(folder, execution)
-    if why_not is not None:
-        module = load_fallback(folder, execution.attention, device, dtype, execution.trust_remote_code)
-        notes = [f"it runs in Transformers ({why_not})", f"attention: {module.hf.config._attn_implementation}"]
-        if module.packs is not None:
-            notes.append(f"packed documents are kept apart by {WAYS[module.packs]}, as was measured")
-        model: Model = Transformers(
-            module, read_config(folder), module.generation_config_file, notes=notes, warnings=module.notes
-        )
-    else:
-        model = _load_native(folder, device, dtype, execution)
-    model.execute(execution)
-    return model
-
-
-def why_not_native(folder: Path, execution: Execution) -> str | None:
-    """Why a folder's model is not to be computed by the decoder here; a folder that is no model's is refused."""
-    implementation, hf_config = execution.implementation, read_config(folder)
-    if implementation == "fallback":
-        return "as asked for"
-    if implementation == "auto" and execution.trust_remote_code and _own_code(hf_config):
-        return f"{_own_code(hf_config)} of its folder, which is trusted"
-    if implementation == "auto" and _trained_by(folder) == "fallback":
-        return "as the run that saved it"
-    try:
-        read_shape(folder)
-    except NotNative as error:
-        if implementation == "native":
-            raise
-        return error.message
-    return None
-
-
-def check_folder(folder: Path, device: torch.device, dtype: torch.dtype, execution: Execution = AS_IT_COMES) -> None:
-    """Refuses a folder whose config.json is not a model's that can be run so, before weights or data are read."""
-    if why_not_native(folder, execution) is not None:
-        check_fallback(folder, execution.trust_remote_code)
-        _check_fallback_execution(execution)
-    else:
-        _, _, config = read_shape(folder)
-        _check_native_execution(config, device, dtype, execution)
-
-
-def check_new(hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, execution: Execution) -> None:
-    """The same for a model that is yet to be made."""
-    config = FAMILIES[hf_config["model_type"]].read(hf_config)
-    _check_native_execution(config, device, dtype, execution)
-
-
-def _own_code(hf_config: dict[str, Any]) -> str | None:
-    """The class that a folder brings along for a causal model."""
-    named = hf_config.get("auto_map")
-    return named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
-
-
-def _trained_by(folder: Path) -> str | None:
-    """The implementation by which a checkpoint's run computed; None for other folders."""
-    try:
-        return json.loads((folder / "state.json").read_text()).get("implementation")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _check_native_execution(
-    config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: Execution
-) -> None:
-    _choice(config, execution, device, dtype)
-    choose_liger(execution.liger, config, execution.compile, device)
-    if execution.compile != "none":
-        check_compiler(device)
-
-
-def _check_fallback_execution(execution: Execution) -> None:
-    asked = {
-        "recompute selective": execution.recompute == "selective",
-        "compile": execution.compile != "none",
-        "fused": bool(execution.fused),
-    }
-    names = [f"model.{key}" for key, given in asked.items() if given]
-    if names:
-        verb = "are" if len(names) > 1 else "is"
-        raise UsageError(
-            f"{', '.join(names)} {verb} for the native decoder, and this model runs in Transformers",
-            "leave it out; model.recompute full works in both",
-        )
-
-
 def rows_for(tokens: int) -> int:
     """Matrix units like multiples of eight."""
     return -(-tokens // ROWS) * ROWS
-
-
-def _misspelt(hf_config: dict[str, Any]) -> list[str]:
-    """Keys that Transformers does not know, but nearly: a typing error there changes a model without a word."""
-    from transformers import AutoConfig
-
-    own = AutoConfig.for_model(hf_config["model_type"]).to_dict()
-    known = {*(key for key in own if not key.startswith("_")), *OLD_KEYS}
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
-    pairs = [(key, known) for key in hf_config]
-    if isinstance(rope, dict):
-        pairs += [(key, set(ROPE_KEYS)) for key, value in rope.items() if not isinstance(value, dict)]
-    found = []
-    for key, names in pairs:
-        near = difflib.get_close_matches(key, names, 1, cutoff=0.88) if key not in names else []
-        if near:
-            found.append(f"config.json: {key} is no key of this model, and has no effect (did you mean {near[0]}?)")
-    return found
-
-
-def _load_native(folder: Path, device: torch.device, dtype: torch.dtype, execution: Execution) -> Native:
-    hf_config, family, config = read_shape(folder)
-    choice = _choice(config, execution, device, dtype)
-    with torch.device("meta"):
-        decoder = Decoder(config, choice.backend, execution.fused).to(dtype)
-    files = Files(folder, family, decoder)
-    decoder.to_empty(device=device)
-    decoder.tie()
-    files.load(decoder)
-    generation = (folder / GENERATION_FILE).read_bytes() if (folder / GENERATION_FILE).is_file() else None
-    note = dropout_note(hf_config)
-    warnings = [] if note is None else [note]
-    if _own_code(hf_config):
-        warnings.append(f"config.json names code of its own ({_own_code(hf_config)}), which is not run")
-    return Native(
-        decoder,
-        hf_config,
-        generation,
-        notes=[_said(choice)],
-        warnings=warnings + _misspelt(hf_config),
-        family=family,
-    )
-
-
-def _said(choice: Choice) -> str:
-    return f"attention: {choice.backend} ({choice.reason})"
-
-
-def _choice(config: DecoderConfig, execution: Execution, device: torch.device, dtype: torch.dtype) -> Choice:
-    return choose(
-        execution.attention, execution.packed, config.window, config.attention_softcap, config.head_size, device, dtype
-    )
 
 
 @torch.no_grad()

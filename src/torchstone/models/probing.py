@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.attention import PADDING
 from torchstone.models.transformers_folder import first_line, positive
 
 if TYPE_CHECKING:
     from torchstone.models.fallback import Fallback
 
-PADDING = -1
 # How packed documents can be kept apart, in the order in which they are tried.
 WAYS = {
     "layer masks": "a block mask for each kind of layer",

@@ -20,7 +20,9 @@ from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.model import Execution, Model, Native, check_folder, check_new, load_model, new_model, rows_for
+from torchstone.models.execution import Execution
+from torchstone.models.model import Model, Native, rows_for
+from torchstone.models.opening import check_folder, check_new, load_model, new_model
 from torchstone.models.sizing import decoder_config, describe, init_std, new_hf_config
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
