@@ -26,6 +26,7 @@ from torchstone.data.loader import StepBatch
 from torchstone.models.opening import new_model
 from torchstone.models.sizing import new_hf_config
 from torchstone.optim.build import build_optimizer
+from torchstone.parallel.running import Runner
 from torchstone.training.step import train_step
 
 
@@ -59,11 +60,12 @@ def main() -> None:
 
 
 def torchstone_arm(shape: dict[str, Any], ids: np.ndarray, device: torch.device) -> Callable[[], None]:
-    decoder = new_model(shape, 0.02, 0, device).module
-    optimizer = build_optimizer(decoder.named_parameters(), OptimConfig())
+    model = new_model(shape, 0.02, 0, device)
+    runner = Runner(model, device, packed=False)
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig())
     batch = collate([[Encoded(row, row)] for row in ids], pad_id=0)
     step_batch = StepBatch([batch], len(ids), ids.size, int((batch.labels != -100).sum()), 0, 0)
-    return lambda: train_step(decoder, optimizer, step_batch, 1, 1e-4, 1.0, False, device) and None
+    return lambda: train_step(runner, optimizer, step_batch, 1, 1e-4, 1.0) and None
 
 
 def transformers_arm(shape: dict[str, Any], ids: np.ndarray, device: torch.device) -> Callable[[], None]:

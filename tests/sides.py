@@ -13,13 +13,14 @@ from torch import Tensor
 
 import parity
 from torchstone.config.schema import OptimConfig
-from torchstone.data.collate import collate
+from torchstone.data.collate import BUCKET, MicroBatch, collate
 from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
 from torchstone.models.execution import AS_IT_COMES, Execution
 from torchstone.models.opening import load_model
 from torchstone.models.weights import Files, disk_tensors
 from torchstone.optim.build import build_optimizer
+from torchstone.parallel.running import Runner
 from torchstone.training import step as training_step
 
 MAX_NORM = 0.5
@@ -50,22 +51,18 @@ class OurSide:
 
     def step(self, micro_batches: parity.MicroBatches) -> parity.StepNumbers:
         batch = self.batch(micro_batches)
-        done = training_step.train_step(
-            self.model.module, self.optimizer, batch, 1, self.lr, MAX_NORM, self.packed, torch.device("cpu")
-        )
+        runner = Runner(self.model, torch.device("cpu"), self.packed)
+        done = training_step.train_step(runner, self.optimizer, batch, 1, self.lr, MAX_NORM)
         return parity.StepNumbers(done.loss, done.grad_norm, self.gradients)
 
     def batch(self, micro_batches: parity.MicroBatches) -> StepBatch:
-        tensors = []
-        for sequences in micro_batches:
-            encoded = [Encoded(np.array(ids), np.array(labels)) for ids, labels in sequences]
-            tensors.append(collate([encoded] if self.packed else [[one] for one in encoded], pad_id=0))
+        tensors = collated(micro_batches, self.packed)
         count = sum(int((t.labels != -100).sum()) for t in tensors)
         return StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
 
     def on_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors shaped like our parameters, by Transformers' names and in its shapes."""
-        pieces = {name: piece for n, t in tensors.items() for name, piece in self.model.pieces_of(n, t)}
+        pieces = {box.name: box.tensor for n, t in tensors.items() for box in self.model.slices_of(n, t)}
         return disk_tensors(pieces, self.model.family)
 
     def weights(self) -> dict[str, Tensor]:
@@ -98,6 +95,12 @@ class OurSide:
             save_file({name: tensor.contiguous() for name, tensor in theirs.items()}, Path(place) / "model.safetensors")
             Files(Path(place), self.model.family, twin).load(twin)
         return {name: parameter.detach() for name, parameter in twin.named_parameters()}
+
+
+def collated(micro_batches: parity.MicroBatches, packed: bool, multiple: int = BUCKET) -> list[MicroBatch]:
+    """The protocol's micro-batches as ours, each packed into one row or padded."""
+    encoded = [[Encoded(np.array(ids), np.array(labels)) for ids, labels in sequences] for sequences in micro_batches]
+    return [collate([each] if packed else [[one] for one in each], 0, multiple) for each in encoded]
 
 
 def both_sides(

@@ -27,6 +27,8 @@ from torchstone.data.loader import StepBatch
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models import fallback, probing
 from torchstone.models.fallback import Fallback, load_fallback, save_fallback
+from torchstone.models.model import Transformers
+from torchstone.parallel.running import Runner
 from torchstone.training.step import train_step
 
 CPU = torch.device("cpu")
@@ -179,7 +181,8 @@ class OurSide:
             tensors.append(collate([encoded] if self.packed else [[one] for one in encoded], pad_id=0))
         count = sum(int((t.labels != -100).sum()) for t in tensors)
         batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
-        done = train_step(self.module, self.optimizer, batch, 1, self.lr, MAX_NORM, self.packed, CPU)
+        runner = Runner(Transformers(self.module, {}), CPU, self.packed)
+        done = train_step(runner, self.optimizer, batch, 1, self.lr, MAX_NORM)
         return parity.StepNumbers(done.loss, done.grad_norm, without_noise(self.gradients))
 
     def lock(self, reference: parity.Reference) -> None:

@@ -319,7 +319,7 @@ def test_a_run_from_shards_is_the_run_from_one_file(runs: Runs, tmp_path: Path) 
     assert isinstance(model.module, Decoder)
     shards = Path(shutil.copytree(folder, tmp_path / "shards"))
     (shards / WEIGHTS).unlink()
-    assert len(save_weights(model.module, model.family, shards, shard_bytes=40_000)) > 3  # type: ignore[attr-defined]
+    assert len(save_weights(model.pieces(), model.family, shards, shard_bytes=40_000)) > 3  # type: ignore[attr-defined]
     given = runs.settings("phi3", tmp_path / "run", model__path=str(shards), training__max_steps=3)
     api.train(overrides=given)
     plain = runs.run("phi3", "plain")

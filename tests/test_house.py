@@ -16,13 +16,13 @@ SOURCE = ROOT / "src/torchstone"
 # Lower floors never import higher ones. Rooms on one floor may know each other, but for those named below.
 FLOORS = [
     {"errors", "atomic", "__init__"},
-    {"config", "demo.corpus", "demo.builtin"},
+    {"config", "launch", "demo.corpus", "demo.builtin"},
     {"data", "models", "loss", "optim", "observe"},
     {"parallel", "tuning"},
     {"checkpoint"},
     {"training"},
     {"batchsize", "diagnose"},
-    {"api"},
+    {"api", "testing"},
     {"cli", "stages", "demo.__main__"},
 ]
 # `import torchstone` hands out the api's names when they are first used.

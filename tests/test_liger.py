@@ -30,7 +30,7 @@ from torchstone.models.execution import Execution
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
 from torchstone.models.opening import load_model
 from torchstone.models.weights import read_shape
-from torchstone.training.step import micro_loss
+from torchstone.parallel.running import micro_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = ("norm", "rope", "mlp", "loss")
@@ -383,16 +383,17 @@ class TestLoss:
         fused = load_model(folders(case), CPU, execution=Execution(liger=("loss",))).module
         assert isinstance(fused.fused_loss, partial)
         batch = some_rows(packed=packed)
-        wanted = micro_loss(plain, batch, packed)
+        inputs = batch.ids, batch.positions, batch.doc_ids if packed else None, batch.labels
+        wanted = micro_loss(plain, *inputs)
         monkeypatch.setattr(Decoder, "logits", None)
-        got = micro_loss(fused, batch, packed)
+        got = micro_loss(fused, *inputs)
         assert got.item() == pytest.approx(wanted.item(), rel=1e-6)
         for loss in (got, wanted):
             (loss / 9).backward()
         for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
             assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + ZERO_LIMIT, name
         with torch.no_grad():
-            assert micro_loss(fused, batch, packed).item() == pytest.approx(wanted.item(), rel=1e-6)
+            assert micro_loss(fused, *inputs).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 class TestFallback:

@@ -24,7 +24,7 @@ from torchstone.config import load_config
 from torchstone.models.execution import Execution
 from torchstone.models.opening import load_model
 from torchstone.observe.metrics import read_metrics
-from torchstone.training import step as training_step
+from torchstone.parallel import running
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -138,7 +138,7 @@ def test_bf16_logits_equal_transformers_in_bf16(folder: Path) -> None:
 def test_the_protocol_notices_a_mean_per_micro_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The classic fault, planted with the scale of the loss kept: each micro-batch's mean, weighed alike."""
     reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
-    honest = training_step.token_loss_sum
+    honest = running.token_loss_sum
     batches = parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
     total = ours.batch(batches[0]).loss_tokens
 
@@ -146,7 +146,7 @@ def test_the_protocol_notices_a_mean_per_micro_batch(folder: Path, monkeypatch: 
         count = int((labels != -100).sum())
         return honest(logits, labels) / count * total / 3 if count else honest(logits, labels)
 
-    monkeypatch.setattr(training_step, "token_loss_sum", mean_of_means)
+    monkeypatch.setattr(running, "token_loss_sum", mean_of_means)
     with pytest.raises(AssertionError):
         parity.assert_step_locked(reference, ours.step, ours.lock, batches)
 

@@ -55,7 +55,7 @@ def from_folder(settings: Settings, folder: Path, **changes: Any) -> dict[str, A
 
 def assembled(overrides: dict[str, Any]) -> Run:
     Path(overrides["output_dir"]).mkdir(exist_ok=True)
-    return assemble(load_config(None, None, overrides), Console("quiet"))
+    return assemble(load_config(None, None, overrides), Console("quiet"), CPU)
 
 
 def ends(model: Model) -> dict[str, nn.Parameter]:
@@ -146,7 +146,7 @@ class TestModelTokenizerAlignment:
     def test_generation_settings_are_kept_byte_for_byte_unless_ids_changed(
         self, tmp_path: Path, implementation: Any, eos: Any, kept: bool, tokenizer: Tokenizer
     ) -> None:
-        from torchstone.checkpoint.save import write_model_folder
+        from torchstone.checkpoint.save import write_beside
 
         folder = make_model(tmp_path / "in", "llama", "grouped", eos_token_id=eos)
         settings = b'{\n  "eos_token_id": 7,\n "temperature":0.25, "do_sample": true, "top_p": 0.5}\n'
@@ -154,7 +154,8 @@ class TestModelTokenizerAlignment:
         model = load_model(folder, CPU, execution=Execution(implementation=implementation))
         model.align(90, {"eos_token_id": 7}, stops=[7] if kept else [7, 11])
         (tmp_path / "out").mkdir()
-        write_model_folder(model, tokenizer, tmp_path / "out")
+        model.save(tmp_path / "out")
+        write_beside(tokenizer, tmp_path / "out")
         written = (tmp_path / "out" / GENERATION).read_bytes()
         assert (written == settings) == kept
         if not kept:

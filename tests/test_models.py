@@ -35,7 +35,7 @@ class TestWeights:
     def test_saving_what_was_loaded_gives_the_same_bytes(self, folder: Path, tmp_path: Path) -> None:
         model = load_model(folder, CPU)
         (tmp_path / "out").mkdir()
-        save_weights(model.module, model.family, tmp_path / "out")
+        save_weights(model.pieces(), model.family, tmp_path / "out")
         assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
     def test_shards_are_read_and_written(self, folder: Path, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ class TestWeights:
         model = load_model(folder, CPU)
         out = tmp_path / "out"
         out.mkdir()
-        files = save_weights(model.module, model.family, out, shard_bytes=20_000)
+        files = save_weights(model.pieces(), model.family, out, shard_bytes=20_000)
         shutil.copy(folder / "config.json", out)
         assert len(files) > 3
         again = load_model(out, CPU)
@@ -92,7 +92,7 @@ class TestWeights:
 
     def test_a_missing_shard_is_named(self, folder: Path) -> None:
         model = load_model(folder, CPU)
-        files = save_weights(model.module, model.family, folder, shard_bytes=20_000)
+        files = save_weights(model.pieces(), model.family, folder, shard_bytes=20_000)
         files[0].unlink()
         with pytest.raises(CheckpointError, match=files[0].name):
             load_model(folder, CPU)

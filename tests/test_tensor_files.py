@@ -1,4 +1,4 @@
-"""Tensors read from safetensors files: the bits that the format's own reader gives, and no byte or memory more."""
+"""Tensors in safetensors files, read and written: the bits of the format's own code, and no byte or memory more."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from torchstone.errors import CheckpointError
 from torchstone.models import tensor_files
-from torchstone.models.tensor_files import DTYPES, MAX_HEADER_BYTES, TensorFile
+from torchstone.models.tensor_files import DTYPES, MAX_HEADER_BYTES, TensorFile, TensorWriter
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (0,), (3, 5), (0, 4), (4, 0), (2, 3, 4), (1, 1, 1, 6)]
 
@@ -166,6 +166,200 @@ def test_the_buffer_holds_at_most_its_bytes_even_for_one_huge_row(
     assert torch.equal(target, load_file(path)["w"].double())
 
 
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """A shape, and where in it a box begins and how large it is."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    offset = [draw(st.integers(0, size)) for size in shape]
+    return tuple(shape), tuple(offset), tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    box=boxes(),
+    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
+    wanted=st.sampled_from([None, torch.float64]),
+    transposed=st.booleans(),
+    strided=st.booleans(),
+    buffer_bytes=st.sampled_from([8, 24, 32 * 2**20]),
+)
+def test_any_box_is_read_into_any_view_with_its_own_bytes_only(
+    box: tuple[tuple[int, ...], ...],
+    stored: torch.dtype,
+    wanted: torch.dtype | None,
+    transposed: bool,
+    strided: bool,
+    buffer_bytes: int,
+) -> None:
+    shape, offset, size = box
+    values = torch.arange(torch.Size(shape).numel()).reshape(shape).to(stored)
+    expected = values[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].to(wanted or stored)
+    if transposed:
+        expected, offset = expected.permute(tuple(reversed(range(len(shape))))), offset[::-1]
+    if strided and shape:
+        memory = torch.full((*(2 * n for n in expected.shape),), 77, dtype=expected.dtype)
+        target = memory[(slice(None, None, 2),) * len(shape)]
+    else:
+        memory = target = torch.full(expected.shape, 77, dtype=expected.dtype)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+        patch.setattr(tensor_files, "BUFFER_BYTES", buffer_bytes)
+        save_file({"before": torch.ones(3, dtype=stored), "w": values}, Path(place) / "model.safetensors")
+        file = TensorFile(Path(place) / "model.safetensors")
+        file.read_box_into("w", target, offset, transposed)
+    assert torch.equal(target, expected)
+    assert file.bytes_read == expected.numel() * stored.itemsize
+    if strided and expected.numel():
+        target.fill_(77)
+        assert bool((memory == 77).all())
+
+
+def test_only_the_bytes_of_a_box_are_asked_of_the_disk(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the system is asked, and with the number of reads: whole rows are one."""
+    asked: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def counting(descriptor: int, memory: list[memoryview], offset: int) -> int:
+        asked.append((offset, sum(map(len, memory))))
+        return preadv(descriptor, memory, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    file = TensorFile(weights)
+    begin = file._data_begin + file._entry("a").begin
+    file.read_box_into("a", torch.empty(3, 4), (2, 0))
+    assert asked == [(begin + 2 * 16, 3 * 16)]
+    asked.clear()
+    file.read_box_into("a", torch.empty(3, 2), (2, 1))
+    assert asked == [(begin + row * 16 + 4, 8) for row in (2, 3, 4)]
+    asked.clear()
+    file.read_box_into("a", torch.empty(2, 3), (1, 2), transposed=True)
+    assert asked == [(begin + row * 16 + 4, 8) for row in (2, 3, 4)]
+
+
+def test_a_read_that_hands_out_less_than_asked_for_goes_on(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux does beyond 2 GiB."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, memory, offset: preadv(fd, [memory[0][:5]], offset))
+    target = torch.empty(9, 3)
+    TensorFile(weights).read_box_into("a", target, (1, 1))
+    assert torch.equal(target, torch.arange(40.0).reshape(10, 4)[1:, 1:])
+
+
+def test_metadata_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1)}, path, metadata={"format": "pt", "step": "7"})
+    assert TensorFile(path).metadata == {"format": "pt", "step": "7"}
+    save_file({"a": torch.ones(1)}, path)
+    assert TensorFile(path).metadata == {}
+
+
+def written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    with TensorWriter(path, [(name, t.dtype, t.shape) for name, t in tensors.items()], metadata) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_what_is_written_is_byte_for_byte_what_the_formats_own_writer_writes(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {f"t{n} €": of_bits(shape, dtype, n) for n, shape in enumerate(SHAPES)}
+    for metadata in (None, {"format": "pt"}):
+        written(path, tensors, metadata)
+        assert path.read_bytes() == save(tensors, metadata)
+
+
+def test_several_dtypes_in_the_order_given_are_read_by_both_readers(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    dtypes = [torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+    tensors = {
+        f"{dtype} {shape}": of_bits(shape, dtype, n) for n, dtype in enumerate(dtypes) for shape in reversed(SHAPES)
+    }
+    written(path, tensors, {"step": "7"})
+    file, theirs = TensorFile(path), load_file(path)
+    assert file.names == list(tensors)
+    assert file._data_begin % 8 == 0
+    for name, tensor in tensors.items():
+        assert bits(file.read(name)) == bits(theirs[name]) == bits(tensor)
+    with safe_open(path, framework="pt") as handle:
+        assert handle.metadata() == file.metadata == {"step": "7"}
+
+
+@pytest.mark.parametrize("buffer_bytes", [8, 32 * 2**20])
+def test_rows_and_views_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int) -> None:
+    monkeypatch.setattr(tensor_files, "BUFFER_BYTES", buffer_bytes)
+    path = tmp_path / "model.safetensors"
+    whole = torch.randn(6, 9, dtype=torch.float64)
+    parameter = torch.nn.Parameter(whole.T.contiguous())
+    entries = [("a", whole.dtype, (6, 9)), ("none", whole.dtype, (4, 0)), ("b", whole.dtype, (6, 5))]
+    with TensorWriter(path, entries) as writer:
+        for start, stop in ((0, 1), (1, 1), (1, 4), (4, 6)):
+            writer.write("a", parameter.T[start:stop])
+        writer.write("b", whole[:, ::2])
+    assert torch.equal(load_file(path)["a"], whole)
+    assert torch.equal(load_file(path)["b"], whole[:, ::2])
+
+
+def test_a_file_lacking_anything_is_an_error_and_is_never_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    entries = [(name, torch.float32, (3, 2)) for name in "abc"]
+    for rows, missing in ((2, "a and 2 more"), (3, "b and 1 more")):
+        with (
+            pytest.raises(CheckpointError, match=f"model.safetensors: not all of {missing} was written"),
+            TensorWriter(path, entries) as writer,
+        ):
+            writer.write("a", torch.ones(rows, 2))
+        with pytest.raises(CheckpointError, match="it ends after"):
+            TensorFile(path)
+    with pytest.raises(KeyError), TensorWriter(path, entries) as writer:
+        raise KeyError("what went wrong is what is raised")
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([("a", (4, 2))], "a has 3 rows left to write, not 4"),
+        ([("a", (3, 2)), ("a", (1, 2))], "a has 0 rows left to write, not 1"),
+        ([("a", (3, 1))], r"a is to be torch.float32 of shape \[3, 2\], not torch.float32 of \[3, 1\]"),
+        ([("a", (2,))], r"not torch.float32 of \[2\]"),
+        ([("a", (2, 2)), ("b", (1,))], "b is written while a lacks 1 rows"),
+        ([("b", (1,))], "b is written while a lacks 3 rows"),
+        ([("a", (3, 2)), ("b", (1,)), ("a", (0, 2))], "a is written already, or is not to be in"),
+        ([("a", (3, 2)), ("b", (1,)), ("c", (1,))], "c is written already, or is not to be in"),
+    ],
+)
+def test_a_write_that_was_not_declared_is_refused(
+    tmp_path: Path, calls: list[tuple[str, tuple[int, ...]]], message: str
+) -> None:
+    entries = [("a", torch.float32, (3, 2)), ("b", torch.float32, (1,))]
+
+    def write() -> None:
+        with TensorWriter(tmp_path / "model.safetensors", entries) as writer:
+            for name, shape in calls:
+                writer.write(name, torch.ones(shape))
+
+    with pytest.raises(ValueError, match=message):
+        write()
+
+
+def test_another_dtype_a_name_twice_and_misaligned_numbers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    one = ("a", torch.float32, (1,))
+    with pytest.raises(ValueError, match="not torch.float64"), TensorWriter(path, [one]) as writer:
+        writer.write("a", torch.ones(1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="'a' cannot be the name of another tensor"):
+        TensorWriter(path, [one, one])
+    with pytest.raises(ValueError, match="a would not be aligned"):
+        TensorWriter(path, [("b", torch.uint8, (3,)), one])
+
+
+def test_a_full_disk_is_the_systems_own_error() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("writes to /dev/full, which is not here")
+    with pytest.raises(OSError, match="No space left on device"):
+        written(Path("/dev/full"), {"a": torch.ones(5)})
+
+
 def test_a_default_device_changes_nothing(weights: Path) -> None:
     with torch.device("meta"):
         read = TensorFile(weights).read("a")
@@ -190,6 +384,16 @@ def test_a_default_device_changes_nothing(weights: Path) -> None:
         lambda file: file.read_into("a", torch.empty(4, 5)),
         lambda file: file.read_into("a", torch.empty(4)),
         lambda file: file.read_into("b", torch.empty(())),
+        lambda file: file.read_into("a", torch.empty(4, 3)),
+        lambda file: file.read_box_into("a", torch.empty(4, 3), (0, 2)),
+        lambda file: file.read_box_into("a", torch.empty(4, 3), (-1, 0)),
+        lambda file: file.read_box_into("a", torch.empty(4, 3), (0,)),
+        lambda file: file.read_box_into("a", torch.empty(4), (0,)),
+        lambda file: file.read_box_into("a", torch.empty(4, 10), (0, 0)),
+        lambda file: file.read_box_into("a", torch.empty(10, 4), (0, 0), transposed=True),
+        lambda file: file.read_box_into("a", torch.empty(0, 4), (11, 0)),
+        lambda file: file.read_box_into("scalar", torch.empty(1), (0,)),
+        lambda file: file.read_box_into("absent", torch.empty(1), (0,)),
     ],
 )
 def test_what_the_file_does_not_hold_is_refused_before_reading(weights: Path, ask: Callable[[TensorFile], Any]) -> None:
@@ -385,7 +589,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torchstone.models.tensor_files import TensorFile
+from torchstone.models.tensor_files import TensorFile, TensorWriter
 
 torch.set_num_threads(1)
 path, shape = Path(sys.argv[1]), (12800, 4096)
@@ -410,7 +614,13 @@ def mapped():
         for name, target in zip("ab", targets): target.copy_(handle.get_tensor(name))
     return targets
 
-ways = {"read": whole, "same": lambda: into(torch.bfloat16), "wider": lambda: into(torch.float32), "mapped": mapped}
+def write(columns):
+    tensor = torch.ones(shape[0], columns, dtype=torch.bfloat16)[:, : shape[1]]
+    with TensorWriter(path.with_suffix(".new"), [("a", tensor.dtype, shape)]) as writer: writer.write("a", tensor)
+    return [tensor]
+
+ways = {"written": lambda: write(shape[1]), "strided": lambda: write(shape[1] + 8)}
+ways |= {"read": whole, "same": lambda: into(torch.bfloat16), "wider": lambda: into(torch.float32), "mapped": mapped}
 for name, way in ways.items():
     if os.fork() == 0:
         before = status("VmRSS")
@@ -432,10 +642,14 @@ def test_the_peak_is_the_tensor_and_one_buffer(tmp_path: Path) -> None:
         size = path.stat().st_size
     finally:
         path.unlink(missing_ok=True)
+        path.with_suffix(".new").unlink(missing_ok=True)
     peak = {name: int(value) for name, value in (line.split() for line in done.stdout.splitlines())}
     assert size > 200_000_000
     assert peak["read"] < 1.1 * size + 8 * 2**20
     assert peak["same"] < 1.1 * size + 8 * 2**20
     assert peak["wider"] < 2 * size + 64 * 2**20
+    # One of the two tensors.
+    assert peak["written"] < 0.6 * size + 8 * 2**20
+    assert peak["strided"] < 0.6 * size + 64 * 2**20
     # The measure sees what it is there to see.
     assert peak["mapped"] > 1.9 * size

@@ -35,8 +35,10 @@ from torchstone.models.opening import load_model
 from torchstone.observe.console import Console, Eta, bar_text, clock, step_line
 from torchstone.observe.metrics import MetricsFile, memory_bytes, read_metrics
 from torchstone.optim.build import NATIVE_ROLES, build_optimizer, kind_of
-from torchstone.optim.clip import clip_gradients, gradient_norm
+from torchstone.optim.clip import clip_gradients, squared_norm
 from torchstone.optim.schedule import learning_rate, schedule_notes
+from torchstone.parallel.mesh import ALONE
+from torchstone.parallel.running import Runner
 from torchstone.training.guard import check_numbers
 from torchstone.training.length import crossed, run_length
 from torchstone.training.state import Progress
@@ -67,8 +69,10 @@ def batch_of(groups: list[list[list[Encoded]]]) -> StepBatch:
 
 def gradients_of(model: Model, batch: StepBatch, packed: bool) -> tuple[float, torch.Tensor]:
     model.module.zero_grad()
-    loss = backward(model.module, batch, 1, packed, CPU)
-    return loss, torch.cat([p.grad.flatten() for p in model.module.parameters()])
+    done = backward(Runner(model, CPU, packed), batch, 1)
+    gradients = torch.cat([p.grad.flatten() for p in model.module.parameters()])
+    assert done.grad_norm == pytest.approx(gradients.double().norm().item(), rel=1e-6)
+    return done.loss, gradients
 
 
 class TestLoss:
@@ -150,7 +154,7 @@ class TestGradientStep:
         for sequence in silent:
             sequence.labels[:] = -100
         with pytest.raises(DataError, match="step 7 has no token to learn from"):
-            backward(model.module, batch_of([[[s] for s in silent]]), 7, False, CPU)
+            backward(Runner(model, CPU, False), batch_of([[[s] for s in silent]]), 7)
 
     def test_only_the_first_label_of_a_sequence_is_never_a_target(self, model: Model) -> None:
         only_first = Encoded(np.array([5, 6, 7]), np.array([5, -100, -100]))
@@ -160,9 +164,10 @@ class TestGradientStep:
         parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
         parameters[0].grad = torch.tensor([3.0, 0.0, 0.0])
         parameters[1].grad = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
-        norm = gradient_norm(parameters)
-        assert norm.item() == pytest.approx(5.0)
-        clip_gradients(parameters, norm, 1.0)
+        squares = squared_norm([p.grad for p in parameters])
+        assert squares.dtype == torch.float64
+        assert squares.item() == pytest.approx(25.0)
+        clip_gradients(parameters, squares.item() ** 0.5, 1.0)
         assert torch.cat([p.grad.flatten() for p in parameters]).norm().item() == pytest.approx(1.0, rel=1e-5)
 
     @pytest.mark.parametrize("limit", [0.0, 100.0])
@@ -170,7 +175,7 @@ class TestGradientStep:
         parameter = nn.Parameter(torch.zeros(4))
         parameter.grad = torch.tensor([1.1, -2.2, 3.3, 0.1])
         before = parameter.grad.clone()
-        clip_gradients([parameter], gradient_norm([parameter]), limit)
+        clip_gradients([parameter], squared_norm([parameter.grad]).item() ** 0.5, limit)
         assert torch.equal(parameter.grad, before)
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -181,18 +186,18 @@ class TestGradientStep:
         with pytest.raises(
             NumbersError, match=r"1 gradients are not finite, the first layers\.1\.mlp\.up\.weight"
         ) as caught:
-            train_step(model.module, optimizer, batch_of([[[s] for s in sequences(2)]]), 3, 1e-3, 1.0, False, CPU)
+            train_step(Runner(model, CPU, False), optimizer, batch_of([[[s] for s in sequences(2)]]), 3, 1e-3, 1.0)
         assert caught.value.exit_code == 5
         for name, parameter in model.module.named_parameters():
             assert torch.equal(parameter, before[name]), name
 
     def test_finite_numbers_pass_the_guard(self, model: Model) -> None:
-        check_numbers(1, 2.5, 0.0, model.module)
+        check_numbers(1, 2.5, 0.0, Runner(model, CPU, False))
 
     def test_mean_loss_is_the_per_token_mean_and_keeps_the_mode(self, model: Model) -> None:
         batch = batch_of([[[s] for s in sequences(4)], [[s] for s in sequences(3, seed=1)]])
         model.module.train()
-        loss, tokens = mean_loss(model.module, [batch, batch], False, CPU)
+        loss, tokens = mean_loss(Runner(model, CPU, False), [batch, batch])
         assert loss == pytest.approx(gradients_of(model, batch, False)[0], rel=1e-6)
         assert tokens == 2 * batch.loss_tokens
         assert model.module.training
@@ -201,7 +206,7 @@ class TestGradientStep:
         seen = []
         model.module.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), model.module.training)))
         model.module.eval()
-        mean_loss(model.module, [batch_of([[[s] for s in sequences(2)]])], False, CPU)
+        mean_loss(Runner(model, CPU, False), [batch_of([[[s] for s in sequences(2)]])])
         assert seen == [(False, False)]
         assert not model.module.training
 
@@ -210,7 +215,7 @@ class TestGradientStep:
         for sequence in silent:
             sequence.labels[:] = -100
         with pytest.raises(DataError, match="no token with a label"):
-            mean_loss(model.module, [batch_of([[[s] for s in silent]])], False, CPU)
+            mean_loss(Runner(model, CPU, False), [batch_of([[[s] for s in silent]])])
 
 
 class TestOptimizerGroups:
@@ -442,7 +447,7 @@ class TestLogging:
 class TestCheckpointing:
     def stepped(self, model: Model) -> torch.optim.Optimizer:
         optimizer = build_optimizer(model.module.named_parameters(), OptimConfig())
-        train_step(model.module, optimizer, batch_of([[[s] for s in sequences(4)]]), 1, 1e-2, 1.0, False, CPU)
+        train_step(Runner(model, CPU, False), optimizer, batch_of([[[s] for s in sequences(4)]]), 1, 1e-2, 1.0)
         return optimizer
 
     def test_weights_moments_and_randomness_come_back_bit_for_bit(
@@ -456,7 +461,7 @@ class TestCheckpointing:
         other = load_model(folder, CPU)
         again = build_optimizer(other.module.named_parameters(), OptimConfig())
         restore_optimizer(folder, again, other)
-        restore_random(folder)
+        restore_random(folder, ALONE, 0, pytest.fail)
         assert torch.equal(torch.randn(5), drawn)
         for (name, a), (_, b) in zip(model.module.named_parameters(), other.module.named_parameters(), strict=True):
             assert torch.equal(a, b), name

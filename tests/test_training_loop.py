@@ -213,7 +213,8 @@ class TestValidation:
     def test_the_best_checkpoint_is_kept_and_marked(self, settings: Settings) -> None:
         overrides = settings(
             data__validation_split=0.2, training__validate_every_steps=1, training__max_steps=12,
-            checkpoint__save_best=True, checkpoint__keep_last=1, optim__learning_rate=0.3, optim__schedule="constant",
+            checkpoint__save_best=True, checkpoint__keep_last=1, optim__learning_rate=1.0, optim__schedule="constant",
+            optim__warmup_steps=10,
         )  # fmt: skip
         _, lines, folder = trained(overrides)
         best = min(lines, key=lambda line: line["val_loss"])
@@ -383,8 +384,8 @@ class TestMemory:
 class TestConfigByHand:
     def test_it_is_checked_like_any_other(self) -> None:
         model, data = ModelConfig(depth=2, tokenizer="demo:tokenizer"), DataConfig(path="demo:corpus")
-        wrong = Config(model=model, data=data, training=TrainingConfig(precision="bf16"))  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="training.precision cannot be 'bf16'"):
+        wrong = Config(model=model, data=data, training=TrainingConfig(precision="fp16"))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="training.precision cannot be 'fp16'"):
             api.train(wrong)
         with pytest.raises(UsageError, match="data.path is not set"):
             api.train(Config(model=model))

@@ -58,7 +58,7 @@ def make(folder: Path, depth: int) -> None:
         model.save(place)
         if name == "shards":
             (place / "model.safetensors").unlink()
-            save_weights(model.module, model.family, place, shard_bytes)
+            save_weights(model.pieces(), model.family, place, shard_bytes)
 
 
 def measure(who: str, numbers: str, kind: str, folder: Path) -> dict[str, object]:

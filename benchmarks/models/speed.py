@@ -27,6 +27,7 @@ from torchstone.models.execution import Execution
 from torchstone.models.families import new_config
 from torchstone.models.opening import new_model
 from torchstone.optim.build import build_optimizer
+from torchstone.parallel.running import Runner
 from torchstone.training.step import train_step
 
 LLAMA_1B = {
@@ -84,13 +85,14 @@ def measure(arm: Arm, options: argparse.Namespace) -> dict[str, object]:
         torch.cuda.reset_peak_memory_stats()
     shape = new_config("llama", **(LLAMA_1B | {"depth": options.depth, "vocab_size": options.vocabulary}))
     model = new_model(shape, 0.02, 0, device, torch.bfloat16, arm.execution)
-    optimizer = build_optimizer(model.module.named_parameters(), OptimConfig())
+    runner = Runner(model, device, arm.packed)
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig())
     rng = np.random.default_rng(0)
     seconds, losses = [], []
     for number in range(options.steps + 3):
         batch = step_batch(rng, arm.packed, options)
         began = time.perf_counter()
-        done = train_step(model.module, optimizer, batch, number + 1, 1e-4, 1.0, arm.packed, device)
+        done = train_step(runner, optimizer, batch, number + 1, 1e-4, 1.0)
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

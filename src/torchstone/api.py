@@ -23,9 +23,14 @@ from torchstone.data.train_tokenizer import Pattern, check_target
 from torchstone.data.train_tokenizer import save as save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as learn_tokenizer
 from torchstone.demo.builtin import data_file
-from torchstone.models.execution import Execution
+from torchstone.errors import UsageError
+from torchstone.models.execution import Execution, check_fallback_execution
 from torchstone.models.opening import check_folder, load_model
+from torchstone.models.sizing import decoder_config
+from torchstone.models.weights import NotNative, read_shape
 from torchstone.observe.console import Console
+from torchstone.parallel.build import check_shape
+from torchstone.parallel.mesh import layout_of, opened
 from torchstone.training import run_folder
 from torchstone.training.assemble import assemble, check_rows, check_tokens, open_data, pick_device, tokenizer_path
 from torchstone.training.evaluate import Question, answer, evaluate_file
@@ -44,11 +49,15 @@ def train(
 ) -> Outcome:
     """Trains to the end of the run; starting it again goes on where it was."""
     settings = _settings(config, overrides, preset)
-    console = Console(settings.observe.console, settings.observe.log_every_steps)
-    with run_folder.held(settings):
-        with memory_guard("the model", pick_device(settings.system)):
-            run = assemble(settings, console)
-        run_folder.record_config(settings, run.progress.step > 0, console)
+    device = pick_device(settings.system)
+    mixed = settings.training.precision == "bf16"
+    with opened(settings.parallel, device, mixed) as place, run_folder.held(settings, place):
+        style = settings.observe.console if place.is_main else "none"
+        console = Console(style, settings.observe.log_every_steps)
+        with memory_guard("the model", device):
+            run = assemble(settings, console, device, place)
+        if place.is_main:
+            run_folder.record_config(settings, run.progress.step > 0, console)
         complete = run.length.steps is not None and run.progress.step >= run.length.steps
         if complete and run.progress.owed is None:
             console.say(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.length.steps}")
@@ -56,6 +65,29 @@ def train(
         for line in _plan(run):
             console.say(line)
         return train_loop(run, callbacks)
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Refuses a layout that does not fit so many processes, or the model, before any is started."""
+    layout = layout_of(config.parallel, world_size)
+    devices = torch.cuda.device_count() if config.system.device != "cpu" else 0
+    if 0 < devices < world_size:
+        raise UsageError(
+            f"{world_size} processes need a device each, and there {'is' if devices == 1 else 'are'} {devices}",
+            f"start {devices} at most, or train on the CPU with --system.device cpu",
+        )
+    if config.model.path is None:
+        # Neither the vocabulary nor the rows have a say in it.
+        shape = decoder_config(config.model, vocab_size=8, context_length=8)
+    elif (Path(config.model.path) / "config.json").is_file():
+        try:
+            _, _, shape = read_shape(Path(config.model.path))
+        except NotNative:
+            check_fallback_execution(Execution(tp=layout.tp, pp=layout.pp))
+            return
+    else:
+        return
+    check_shape(shape, layout, config.parallel)
 
 
 def prepare(
@@ -215,6 +247,10 @@ def _plan(run: Run) -> list[str]:
     batching, steps = run.data.batching, run.length.steps
     micro = f"{batching.rows} rows" if batching.tokens is None else f"up to {batching.tokens} tokens"
     epochs, mixture = "", list[str]()
+    layout = run.place.layout
+    where = (
+        "" if layout.world_size == 1 else f" ({layout.world_size} processes: {layout}, zero {run.config.parallel.zero})"
+    )
     if steps is not None:
         end = run.progress.samples + (steps - run.progress.step) * batching.global_batch_size
         end = end if run.length.samples is None else min(end, run.length.samples)
@@ -222,6 +258,6 @@ def _plan(run: Run) -> list[str]:
         mixture = run.data.mixture(end)
     return [
         f"{'endless' if steps is None else steps} steps{epochs} of {batching.global_batch_size} samples, "
-        f"micro-batches of {micro}, on {run.device}",
+        f"micro-batches of {micro}, on {run.device}{where}",
         *mixture,
     ]

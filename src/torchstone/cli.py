@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
@@ -86,6 +87,7 @@ def train(
     debug: bool = False,
     output_dir: str | None = None,
     max_steps: str | None = None,
+    nproc: AtLeastOne | None = None,
     print_config: bool = False,
     help_keys: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -97,6 +99,7 @@ def train(
         debug: The same as --preset debug.
         output_dir: Folder of the run.
         max_steps: Optimizer steps after which the run ends.
+        nproc: Processes to start on this machine; each takes a device where there are any.
         print_config: Show what would run, as JSON, and stop.
         help_keys: List every config key with its meaning and default, and stop.
     """
@@ -109,10 +112,17 @@ def train(
     if print_config:
         _print_json(to_dict(settings))
         return
+    from torchstone.launch import local
+
+    if nproc is not None and local.joined():
+        raise UsageError(f"--nproc {nproc} starts processes, but this is one of {os.environ['WORLD_SIZE']} already")
+    if nproc is not None and nproc > 1:
+        _start(settings, nproc)
+        return
     from torchstone import api
 
     outcome = api.train(settings)
-    if outcome.checkpoint is not None:
+    if outcome.checkpoint is not None and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"done: step {outcome.step}, {outcome.checkpoint}\n")
 
 
@@ -321,6 +331,22 @@ def _settings(
     return resolver(read_layers(config, preset, pairs), job)
 
 
+def _start(settings: Config, nproc: int) -> None:
+    """The same command in `nproc` processes, once what only one needs to do is done: checked, and tokenized."""
+    from torchstone import api
+    from torchstone.launch import local
+
+    api.check_layout(settings, nproc)
+    api.prepare(settings)
+    with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(to_dict(settings)))
+        command = [sys.executable, "-m", "torchstone.cli", "train", str(file)]
+        code = local.run_workers(command, nproc, settings.system.threads)
+    if code:
+        sys.exit(code)
+
+
 def _hint(words: list[str]) -> str:
     """Where to look; for `--learning-rate` and the like, the key that was meant."""
     for word in words:
@@ -352,7 +378,12 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _fail(error: TorchstoneError) -> None:
-    sys.stderr.write(f"error: {error}\n")
+    rank = os.environ.get("RANK", "0")
+    sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Ranks that wait for this one would have it wait for them, if it ended in good order.
+        os._exit(error.exit_code)
     sys.exit(error.exit_code)
 
 

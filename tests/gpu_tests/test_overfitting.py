@@ -17,6 +17,7 @@ from torchstone.data.encode import Encoded
 from torchstone.data.loader import StepBatch
 from torchstone.models.opening import load_model
 from torchstone.observe.metrics import read_metrics
+from torchstone.parallel.running import Runner
 from torchstone.training.step import backward
 
 Settings = Callable[..., dict[str, Any]]
@@ -58,22 +59,22 @@ class TestSingleSampleOverfitting:
         from transformers import AutoModelForCausalLM
 
         theirs = AutoModelForCausalLM.from_pretrained(str(llama_dir), dtype=torch.float32).to(CUDA)
-        ours = load_model(llama_dir, CUDA).module
+        ours = Runner(load_model(llama_dir, CUDA), CUDA, packed=False)
         for sequence in some_sequences():
             ids = torch.tensor(sequence.ids)[None].to(CUDA)
             standard = theirs(ids, labels=torch.tensor(sequence.labels)[None].to(CUDA)).loss.item()
-            assert backward(ours, step_batch([sequence]), 1, False, CUDA) == pytest.approx(standard, rel=1e-3, abs=1e-4)
+            assert backward(ours, step_batch([sequence]), 1).loss == pytest.approx(standard, rel=1e-3, abs=1e-4)
 
     def test_loss_scaling_with_world_size(self, llama_dir: Path) -> None:
         """At world size 1 the scaled loss is the per-token mean over the whole batch, not a mean of means."""
-        ours = load_model(llama_dir, CUDA).module
+        ours = Runner(load_model(llama_dir, CUDA), CUDA, packed=False)
         sequences = some_sequences()
         total = tokens = 0.0
         for sequence in sequences:
             batch = step_batch([sequence])
-            total += backward(ours, batch, 1, False, CUDA) * batch.loss_tokens
+            total += backward(ours, batch, 1).loss * batch.loss_tokens
             tokens += batch.loss_tokens
-        assert backward(ours, step_batch(sequences), 1, False, CUDA) == pytest.approx(total / tokens, abs=1e-4)
+        assert backward(ours, step_batch(sequences), 1).loss == pytest.approx(total / tokens, abs=1e-4)
 
 
 class TestBatchOverfitting:

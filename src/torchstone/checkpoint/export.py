@@ -1,4 +1,6 @@
-"""One command from a checkpoint to a Hugging Face folder, proven by loading it back.
+"""One command from a checkpoint of any layout to a Hugging Face folder, proven by loading it back.
+
+Tensors go from file to file one at a time, so a model need not fit in memory to be written; the proof loads it.
 
 The proof is Transformers' own: the folder is loaded with AutoModelForCausalLM, every tensor compared bit for bit with
 what was meant to be written, and the logits of a fixed text with ours.
@@ -6,6 +8,7 @@ what was meant to be written, and the logits of a fixed text with ours.
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,18 @@ import torch
 
 from torchstone.atomic import new_folder
 from torchstone.checkpoint.load import resolve_model_folder
-from torchstone.checkpoint.save import write_model_folder
+from torchstone.checkpoint.save import write_beside
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.decoder import Decoder
 from torchstone.models.execution import Execution
-from torchstone.models.model import Model, Native
-from torchstone.models.opening import load_model
+from torchstone.models.model import GENERATION_FILE, Model, Native, write_config
+from torchstone.models.opening import load_model, open_pieces, why_not_native
+from torchstone.models.slices import WEIGHTS, slice_files
 from torchstone.models.tensor_files import TensorFile
-from torchstone.models.weights import weight_files
+from torchstone.models.weights import read_shape, stream_weights, weight_files
 
+CPU = torch.device("cpu")
 # Of the largest logit, or of one where all are smaller.
 LOGITS_LIMIT = 1e-5
 
@@ -30,7 +36,7 @@ LOGITS_LIMIT = 1e-5
 def export_model(
     source: str, target: Path, dtype: str = "auto", verify: bool = True, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Writes `source` (run, checkpoint or folder) to `target`; returns what was written and measured."""
+    """Writes `source` (run, checkpoint of any layout, or folder) to `target`; returns what was written and measured."""
     folder = resolve_model_folder(source)
     if target.is_file():
         raise UsageError(f"{target} is a file", "export into a new folder")
@@ -38,15 +44,23 @@ def export_model(
         raise UsageError(f"{target} exists and is not empty", "export into a new folder")
     execution = Execution(trust_remote_code=trust_remote_code)
     numbers = stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype)
-    model = load_model(folder, torch.device("cpu"), numbers, execution)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    native = why_not_native(folder, execution) is None
     with new_folder(target) as work:
-        write_model_folder(model, tokenizer, work)
-        difference = verify_folder(work, model, tokenizer, trust_remote_code) if verify else None
+        if native:
+            _stream(folder, numbers, work)
+        else:
+            load_model(folder, CPU, numbers, execution).save(work)
+        write_beside(tokenizer, work)
+        files = [TensorFile(path) for path in weight_files(work)]
+        difference = None
+        if verify:
+            model = load_model(folder, CPU, numbers, execution)
+            difference = verify_folder(work, model, tokenizer, trust_remote_code)
     return {
         "source": str(folder),
         "folder": str(target),
-        "parameters": sum(p.numel() for p in model.module.parameters()),
+        "parameters": sum(math.prod(file.shape(name)) for file in files for name in file.names),
         "dtype": str(numbers).removeprefix("torch."),
         "bytes": sum(file.stat().st_size for file in weight_files(target)),
         "verified": verify,
@@ -54,9 +68,20 @@ def export_model(
     }
 
 
+def _stream(folder: Path, dtype: torch.dtype, target: Path) -> None:
+    """Puts a native model's files together from those of a folder, however they are cut; a tensor at a time."""
+    hf_config, family, config = read_shape(folder)
+    with torch.device("meta"):
+        shapes = {name: tuple(piece.shape) for name, piece in Decoder(config).pieces().items()}
+    stream_weights(open_pieces(folder, family, config), family, shapes, dtype, target)
+    write_config(hf_config, family, dtype, target)
+    if (folder / GENERATION_FILE).is_file():
+        (target / GENERATION_FILE).write_bytes((folder / GENERATION_FILE).read_bytes())
+
+
 def stored_dtype(folder: Path) -> torch.dtype:
     """The narrowest type of numbers that holds every tensor of a folder exactly."""
-    files = [TensorFile(path) for path in weight_files(folder)]
+    files = [TensorFile(path) for path in slice_files(folder, WEIGHTS) or weight_files(folder)]
     found = {file.dtype(name) for file in files for name in file.names if file.dtype(name).is_floating_point}
     if any(dtype.itemsize == 1 for dtype in found):
         # Torch promotes no eight-bit numbers.

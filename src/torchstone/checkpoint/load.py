@@ -12,17 +12,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torchstone.checkpoint import manifest
-from torchstone.checkpoint.save import OPTIMIZER_FILE, RANDOM_FILE, STATE_FILE, best_step
+from torchstone.checkpoint.save import OPTIMIZER_FILE, RANDOM, RANDOM_FILE, STATE_FILE, best_step
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.model import Model
+from torchstone.models.sliced_files import SlicedFiles
+from torchstone.models.slices import OPTIMIZER, slice_file, slice_files
+from torchstone.parallel.mesh import ALONE, Place
 
 CHECKPOINTS = "checkpoints"
 
 
-def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None]) -> Path | None:
+def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None], place: Place = ALONE) -> Path | None:
     """The verified checkpoint that `checkpoint.resume` means, or None to start anew."""
     root = output_dir / CHECKPOINTS
-    manifest.tidy(root)
+    if place.is_main:
+        manifest.tidy(root)
+    place.wait()
     found = manifest.list_checkpoints(root)
     if resume == "never":
         if found:
@@ -34,11 +39,11 @@ def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None]) -> P
     if resume != "auto":
         named = Path(resume)
         if not found or named.resolve().parent == root.resolve():
-            return _named(named, found)
+            return _named(named, found, place)
         warn(f"{output_dir} has checkpoints of its own: going on from them, not from {resume}")
     for _, folder in reversed(found):
         try:
-            manifest.verify(folder)
+            manifest.verify(folder, place)
             return folder
         except CheckpointError as error:
             warn(f"{error.message}; going back to the checkpoint before it")
@@ -47,7 +52,7 @@ def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None]) -> P
     return None
 
 
-def resolve_model_folder(path: str) -> Path:
+def resolve_model_folder(path: str, place: Place = ALONE) -> Path:
     """What a model path means: a Hugging Face folder, a checkpoint, or a run (its best checkpoint, else its newest)."""
     folder = Path(path)
     root = folder / CHECKPOINTS
@@ -55,13 +60,13 @@ def resolve_model_folder(path: str) -> Path:
         raise UsageError(f"{folder} is a run without a checkpoint")
     if (folder / "config.json").is_file() and not root.is_dir():
         if (folder / manifest.MANIFEST).is_file():
-            manifest.verify(folder)
+            manifest.verify(folder, place)
         return folder
     found = dict(manifest.list_checkpoints(root))
     if found:
         best = best_step(root)
         chosen = found[best if best in found else max(found)]
-        manifest.verify(chosen)
+        manifest.verify(chosen, place)
         return chosen
     if not folder.is_dir():
         raise UsageError(f"model folder {folder} does not exist", "name a Hugging Face folder, a checkpoint or a run")
@@ -77,35 +82,56 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
-    by_name: dict[str, dict[str, Tensor]] = {}
-    for key, value in _load(folder / OPTIMIZER_FILE).items():
+    """Every parameter's moments, of which this process reads what it holds of the parameter."""
+    files = SlicedFiles(slice_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
+    there = set(files.names)
+    kinds: dict[str, list[str]] = {}
+    for key in files.names:
         name, _, kind = key.rpartition("/")
-        by_name.setdefault(name, {})[kind] = value
-    for whole, parameter in model.module.named_parameters():
-        pieces = [by_name.get(name, {}) for name, _ in model.pieces_of(whole, parameter)]
-        state = {
-            kind: pieces[0][kind] if pieces[0][kind].dim() == 0 else torch.cat([piece[kind] for piece in pieces])
-            for kind in pieces[0]
-        }
-        if state and state["exp_avg"].shape != parameter.shape:
-            raise CheckpointError(
-                f"{folder / OPTIMIZER_FILE}: the moments of {whole} have another shape than the model"
-            )
-        # AdamW counts its steps beside the parameter when fused, and the moments are as wide as the parameter.
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+        kinds.setdefault(name, []).append(kind)
+    for whole, parameter in model.named_parameters():
+        names = model.piece_names(whole, parameter)
+        state: dict[str, Tensor] = {}
+        for kind in kinds.get(names[0], []):
+            if files.shape(f"{names[0]}/{kind}") == ():
+                # AdamW counts its steps beside the parameter when fused.
+                state[kind] = torch.zeros((), dtype=files.dtype(f"{names[0]}/{kind}"), device=parameter.device)
+                files.read_into(f"{names[0]}/{kind}", state[kind], ())
+                continue
+            state[kind] = torch.zeros_like(parameter.detach())
+            for box in model.slices_of(whole, state[kind]):
+                key = f"{box.name}/{kind}"
+                if key not in there or files.shape(key) != box.shape:
+                    raise CheckpointError(
+                        f"{folder}: the moments of {box.name} are missing, or have another shape than the model"
+                    )
+                files.read_into(key, box.tensor, box.offset)
+        if state:
+            optimizer.state[parameter] = state
 
 
-def restore_random(folder: Path) -> None:
-    states = _load(folder / RANDOM_FILE)
+def restore_random(folder: Path, place: Place, seed: int, warn: Callable[[str], None]) -> None:
+    """The random states of this rank; in another layout than the one that saved, they begin anew."""
+    alone = place.layout.world_size == 1
+    path = folder / RANDOM_FILE if alone else slice_file(folder, RANDOM, place.rank)
+    saved = len(slice_files(folder, RANDOM)) or 1
+    if saved != place.layout.world_size:
+        warn(f"saved by {saved} processes, going on with {place.layout.world_size}: random states (dropout) begin anew")
+        torch.manual_seed(seed + read_state(folder)["step"])
+        return
+    try:
+        states = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged or missing: {error}") from None
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _named(path: Path, newer_than: list[tuple[int, Path]]) -> Path:
+def _named(path: Path, newer_than: list[tuple[int, Path]], place: Place) -> Path:
     if not (path / manifest.MANIFEST).is_file():
         raise CheckpointError(f"{path} is not a whole checkpoint (it has no {manifest.MANIFEST})")
-    manifest.verify(path)
+    manifest.verify(path, place)
     step = read_state(path)["step"]
     ahead = [folder.name for number, folder in newer_than if number > step]
     if ahead:
@@ -114,10 +140,3 @@ def _named(path: Path, newer_than: list[tuple[int, Path]]) -> Path:
             "they belong to another course of the run: move them away, or choose another --output-dir",
         )
     return path
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: damaged or missing: {error}") from None

@@ -1,7 +1,8 @@
 """Whole or not listed: how a checkpoint folder is committed, found and checked.
 
 Files are written under a hidden name, hashed into manifest.json, synced, and the folder is renamed: the rename is the
-commit. Neither safetensors nor JSON notices a flipped bit, so loading compares every hash first.
+commit. Neither safetensors nor JSON notices a flipped bit, so loading compares every hash first. Where several ranks
+write, each hashes what it wrote, and the first commits once all are done; when they read, each checks a share of files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 
 from torchstone import atomic
 from torchstone.errors import CheckpointError
+from torchstone.parallel.mesh import ALONE, Place
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -37,22 +39,40 @@ def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 @contextmanager
-def committed(final: Path) -> Iterator[Path]:
-    """A folder to write into; with the manifest in it, it takes the name `final`."""
-    try:
-        with atomic.new_folder(final) as folder:
+def committed(final: Path, place: Place = ALONE) -> Iterator[Path]:
+    """A folder for all ranks to write into; with the manifest in it, it takes the name `final`. Where one cannot write,
+    it does so nowhere, and all of them say why."""
+    with ExitStack() as stack:
+        with _together(place, final):
+            folder = stack.enter_context(atomic.new_folder(final)) if place.is_main else atomic.hidden(final, "partial")
+        with _together(place, final):
             yield folder
-            _write_manifest(folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{final}: could not be written: {error}", "is the disk full?") from None
+        entries: dict[str, Any] = {}
+        with _together(place, final):
+            if not place.is_main:
+                entries = {path.name: _entry(path) for path in folder.glob(f"*-{place.rank:05d}.*")}
+        gathered = place.gather(entries)
+        with _together(place, final):
+            if place.is_main:
+                _write_manifest(folder, {name: entry for each in gathered for name, entry in each.items()})
+                stack.close()
 
 
 def tidy(root: Path) -> None:
     atomic.tidy(root, "step-*")
 
 
-def verify(folder: Path) -> None:
-    """Every file of the manifest is there with the hash it was written with."""
+def verify(folder: Path, place: Place = ALONE) -> None:
+    """Every file of the manifest is there with the hash it was written with; each rank looks at a share of them."""
+    error = None
+    try:
+        _verify(folder, place.rank, place.layout.world_size)
+    except CheckpointError as found:
+        error = found
+    place.together(error)
+
+
+def _verify(folder: Path, rank: int, ranks: int) -> None:
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: written in checkpoint format {manifest.get('format')}, this reads {FORMAT}")
@@ -62,7 +82,7 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder / MANIFEST}: damaged: it does not list the files") from None
     if not entries:
         raise CheckpointError(f"{folder / MANIFEST}: damaged: it does not list the files")
-    for name, (size, digest) in entries.items():
+    for name, (size, digest) in list(entries.items())[rank::ranks]:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
@@ -98,10 +118,28 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_manifest(folder: Path) -> None:
-    files = {}
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+
+
+@contextmanager
+def _together(place: Place, final: Path) -> Iterator[None]:
+    """What goes wrong on one rank goes wrong on all."""
+    error: CheckpointError | None = None
+    try:
+        yield
+    except (OSError, SafetensorError) as found:
+        error = CheckpointError(f"{final}: could not be written: {found}", "is the disk full?")
+    except CheckpointError as found:
+        error = found
+    place.together(error)
+
+
+def _write_manifest(folder: Path, known: dict[str, Any] | None = None) -> None:
+    """The hashes of all files, those `known` being taken as they are."""
+    files = dict(known or {})
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            name = path.relative_to(folder).as_posix()
-            files[name] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in files:
+            files[name] = _entry(path)
     write_json(folder / MANIFEST, {"format": FORMAT, "files": files})

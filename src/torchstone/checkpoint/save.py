@@ -2,6 +2,10 @@
 
 Transformers loads the folder as it is (config.json, model.safetensors, the tokenizer). Beside them lie the optimizer's
 moments under the names of their parameters, the random states, and the counters; safetensors and JSON, no pickle.
+
+Several ranks write side by side: each the boxes it holds of the weights (weights-00003.safetensors) and of the moments
+(optimizer-00003.safetensors), so that none has to hold, or wait for, what another has. Which box of what each is stands
+in the files. Such a folder loads into any layout; `torchstone export` makes the Hugging Face folder of it.
 """
 
 from __future__ import annotations
@@ -17,30 +21,43 @@ from torchstone.checkpoint import manifest
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError
 from torchstone.models.model import GENERATION_FILE, Model
+from torchstone.models.sliced_files import Slice, write_slices
+from torchstone.models.slices import OPTIMIZER, slice_file
+from torchstone.parallel.mesh import ALONE, Place
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-RANDOM_FILE = "random.safetensors"
+RANDOM, RANDOM_FILE = "random", "random.safetensors"
 STATE_FILE = "state.json"
 BEST_FILE = "best.json"
 
 
 def save_checkpoint(
-    root: Path, step: int, model: Model, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    root: Path,
+    step: int,
+    model: Model,
+    tokenizer: Tokenizer,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    place: Place = ALONE,
 ) -> Path:
-    final = root / manifest.folder_name(step)
-    with manifest.committed(final) as folder:
-        write_model_folder(model, tokenizer, folder)
-        save_file(optimizer_tensors(optimizer, model), folder / OPTIMIZER_FILE)
-        save_file(random_states(), folder / RANDOM_FILE)
-        manifest.write_json(folder / STATE_FILE, state)
+    final, rank, ranks = root / manifest.folder_name(step), place.rank, place.layout.world_size
+    with manifest.committed(final, place) as folder:
+        model.save(folder, rank, ranks)
+        alone = ranks == 1
+        write_slices(
+            folder / OPTIMIZER_FILE if alone else slice_file(folder, OPTIMIZER, rank), moments(optimizer, model)
+        )
+        save_file(random_states(), folder / RANDOM_FILE if alone else slice_file(folder, RANDOM, rank))
+        if place.is_main:
+            write_beside(tokenizer, folder)
+            manifest.write_json(folder / STATE_FILE, state | {"layout": str(place.layout)})
     return final
 
 
-def write_model_folder(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
-    """What Transformers needs to load the model and its tokenizer."""
-    model.save(folder)
+def write_beside(tokenizer: Tokenizer, folder: Path) -> None:
+    """What Transformers needs beside the model: its tokenizer, and where to stop."""
     tokenizer.save(folder)
-    if model.generation is None:
+    if not (folder / GENERATION_FILE).is_file():
         # Without it Transformers' generate would not stop where a turn ends.
         stops = tokenizer.stop_ids
         settings: dict[str, Any] = {"pad_token_id": tokenizer.pad_id}
@@ -48,18 +65,22 @@ def write_model_folder(model: Model, tokenizer: Tokenizer, folder: Path) -> None
         manifest.write_json(folder / GENERATION_FILE, settings)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Model) -> dict[str, Tensor]:
-    """`layers.0.mlp.up.weight/exp_avg` -> tensor, for every parameter that has been stepped; moments of matrices that
-    run fused lie apart, so that a run may go on in another layout."""
-    found: dict[str, Tensor] = {}
-    for whole, parameter in model.module.named_parameters():
-        names = [name for name, _ in model.pieces_of(whole, parameter)]
+def moments(optimizer: torch.optim.Optimizer, model: Model) -> list[Slice]:
+    """`layers.0.mlp.up.weight/exp_avg` and the like, for every parameter that has been stepped and counts here; moments
+    of matrices that run fused lie apart, so that a run may go on in another layout."""
+    found: list[Slice] = []
+    for whole, parameter in model.named_parameters():
+        if not model.counts(whole, parameter):
+            continue
+        names = [box.name for box in model.slices_of(whole, parameter.detach())]
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensor = torch.as_tensor(value).detach().cpu()
-            # The count of steps is one number for the whole parameter, and so each piece's.
-            scalar = tensor.dim() == 0
-            pieces = [tensor.clone() for _ in names] if scalar else [p for _, p in model.pieces_of(whole, tensor)]
-            found |= {f"{name}/{key}": piece.contiguous() for name, piece in zip(names, pieces, strict=True)}
+            tensor = torch.as_tensor(value).detach()
+            if tensor.dim() == 0:
+                # The count of steps is one number for the whole parameter, and so each piece's.
+                found += [Slice(f"{name}/{key}", (), (), tensor) for name in names]
+            else:
+                boxes = model.slices_of(whole, tensor)
+                found += [Slice(f"{box.name}/{key}", box.shape, box.offset, box.tensor) for box in boxes]
     return found
 
 

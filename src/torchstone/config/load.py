@@ -216,12 +216,7 @@ def _collect(found: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting]
                 f"{_where(origin)}{spelled!r} and {settings[key].spelled!r} are one setting", "give one of them"
             )
         if name == "training.use_amp":
-            if _convert(value, bool, name):
-                raise UsageError(
-                    f"{_where(origin)}training.use_amp true asks for mixed precision, which this version does not have",
-                    "leave it out for fp32, or say --training.precision bf16-pure for everything in bf16",
-                )
-            value = "fp32"
+            value = "bf16" if _convert(value, bool, name) else "fp32"
         settings[key] = Setting(value, origin, spelled)
     return settings
 

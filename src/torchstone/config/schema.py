@@ -44,6 +44,7 @@ NotNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 1, below=True)]
 Seed = Annotated[int, Range(0, 2**63, below=True)]
+Zero = Annotated[int, Range(1, 3)]
 Threads = Annotated[int, Range(1, 1024)]
 Workers = Annotated[int, Range(0, 256)]
 
@@ -188,8 +189,8 @@ class TrainingConfig:
     seed: Seed = 0
     """Seed of the initialisation, the order of the data and the validation split."""
 
-    precision: Literal["fp32", "bf16-pure"] = "fp32"
-    """Numbers of weights and compute: fp32, or everything in bf16 (bf16-pure)."""
+    precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"
+    """Numbers of weights and compute: fp32, bf16 (computed in bf16; weights, reduction and moments fp32), bf16-pure."""
 
     validate_every_steps: Count | None = None
     """Validate after every so many optimizer steps."""
@@ -235,6 +236,40 @@ class OptimConfig:
 
     decay_steps: Count | None = None
     """Steps of the final decay of wsd; by default a fifth of the run."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    dp_replicate: Count = 1
+    """Whole copies of the model, each on ranks of its own; gradients are summed over them."""
+
+    dp_shard: Count | None = None
+    """Ranks over which one copy is sharded by FSDP2; by default all that the other sizes leave."""
+
+    tp: Count = 1
+    """Ranks that share every matrix (tensor parallelism); best within one machine."""
+
+    pp: Count = 1
+    """Stages of layers, one after the other (pipeline parallelism)."""
+
+    zero: Zero = 3
+    """What dp_shard shards: 1 moments, 2 gradients too, 3 parameters too; 1 and 2 hold all parameters in a step."""
+
+    sequence: bool = True
+    """With tp, norms and the residual stream are shared out along the sequence too; the same numbers, less memory."""
+
+    reduce: Literal["auto", "each", "once"] = "auto"
+    """Gradients are reduced over ranks at each micro-step, or once a step, which keeps all of them whole in fp32; auto
+    is once for zero 1, for copies alone and for pipelines, and each for zero 2 and 3."""
+
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """Order of a pipeline's work; interleaved gives each rank several stages, waits less and sends more."""
+
+    stages_per_rank: Count | None = None
+    """Stages of a rank with schedule interleaved; by default 2."""
+
+    stage_layers: tuple[Count, ...] = ()
+    """Layers of each stage, first to last; by default balanced, the head counting by its size."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +325,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
@@ -303,6 +339,7 @@ SECTION_HELP = {
     "data": "what it is trained on",
     "training": "how long, in which batches, with which numbers",
     "optim": "AdamW, its schedule and clipping",
+    "parallel": "how processes share the model and the batch",
     "checkpoint": "what is saved, and where to go on from",
     "observe": "what is shown",
     "system": "where it runs",
@@ -384,6 +421,7 @@ def check(config: Config, job: Job = "train") -> None:
     if not config.output_dir:
         raise Impossible("output_dir", "output_dir is empty", "--output-dir runs/NAME")
     _check_limits(training, optim)
+    _check_pipeline(config.parallel)
     if optim.decay_steps is not None and optim.schedule != "wsd":
         raise Impossible("optim.decay_steps", f"optim.decay_steps is for schedule wsd, not {optim.schedule}")
     if optim.min_lr_ratio > 0 and optim.schedule == "constant":
@@ -394,6 +432,32 @@ def check(config: Config, job: Job = "train") -> None:
             "optim.no_decay", f"optim.no_decay names unknown kinds: {', '.join(unknown)}",
             f"the kinds are {', '.join(DECAY_KINDS)}",
         )  # fmt: skip
+
+
+def _check_pipeline(parallel: ParallelConfig) -> None:
+    for name in ("stages_per_rank", "stage_layers"):
+        if getattr(parallel, name) and parallel.pp == 1:
+            raise Impossible(f"parallel.{name}", f"parallel.{name} is for pipelines, and parallel.pp is 1")
+    if parallel.schedule == "interleaved" and parallel.pp == 1:
+        raise Impossible("parallel.schedule", "parallel.schedule interleaved is for pipelines, and parallel.pp is 1")
+    if parallel.stages_per_rank not in (None, 1) and parallel.schedule != "interleaved":
+        raise Impossible(
+            "parallel.stages_per_rank", "parallel.schedule 1f1b has one stage a rank",
+            "use --parallel.schedule interleaved",
+        )  # fmt: skip
+    if parallel.stages_per_rank == 1 and parallel.schedule == "interleaved":
+        raise Impossible("parallel.stages_per_rank", "parallel.schedule interleaved needs at least 2 stages a rank")
+    stages = parallel.pp * stages_per_rank(parallel)
+    if parallel.stage_layers and len(parallel.stage_layers) != stages:
+        raise Impossible(
+            "parallel.stage_layers", f"{len(parallel.stage_layers)} sizes for {stages} stages", "give one for each"
+        )
+    if parallel.reduce == "each" and parallel.pp > 1:
+        raise Impossible("parallel.reduce", "with pipelines gradients are reduced once a step")
+
+
+def stages_per_rank(parallel: ParallelConfig) -> int:
+    return parallel.stages_per_rank or (2 if parallel.schedule == "interleaved" else 1)
 
 
 def _check_limits(training: TrainingConfig, optim: OptimConfig) -> None:

@@ -33,14 +33,14 @@ class MicroBatch(NamedTuple):
         return MicroBatch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
 
 
-def collate(rows: list[list[Encoded]], pad_id: int) -> MicroBatch:
-    """`rows` of sequences side by side, padded on the right to the longest row's bucket.
+def collate(rows: list[list[Encoded]], pad_id: int, multiple: int = BUCKET) -> MicroBatch:
+    """`rows` of sequences side by side, padded on the right to a `multiple` of tokens.
 
     No rows at all are one row of padding: the part of a rank that has nothing left to do but must keep step.
     """
     rows = rows or [[]]
     longest = max(sum(len(sequence.ids) for sequence in row) for row in rows)
-    width = max(1, -(-longest // BUCKET)) * BUCKET
+    width = max(1, -(-longest // multiple)) * multiple
     ids: np.ndarray = np.full((len(rows), width), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORED)
     positions = np.zeros_like(ids)

@@ -7,6 +7,7 @@ after a stop, on any number of ranks, needs one number.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ import numpy as np
 
 from torchstone.config.schema import ROWS_OF_CHAT, ROWS_OF_TEXT, Config, DataConfig
 from torchstone.data.cache import BuildSettings, Source, TokenCache, find_source, open_cache
-from torchstone.data.collate import PADDING, MicroBatch, collate
+from torchstone.data.collate import BUCKET, PADDING, MicroBatch, collate
 from torchstone.data.encode import Counts
 from torchstone.data.formats import CHAT, PLAIN, Shape, check_train_on
 from torchstone.data.packing import Batching, Plan, batching
@@ -41,7 +42,8 @@ class StepBatch:
 
 @dataclass
 class RunData:
-    """Samples to train and validate on. `packed` says whether a row may hold several sequences."""
+    """Samples to train and validate on. `packed` says whether a row may hold several sequences, `multiple` of how many
+    tokens rows are a multiple."""
 
     train: Samples
     validation: Samples | None
@@ -54,6 +56,7 @@ class RunData:
     fingerprint: str
     pad_id: int
     counts: Counts
+    multiple: int = BUCKET
 
     def sampler(self, seed: int, shuffle: bool, drawn: int = 0) -> Sampler:
         if self.weights:
@@ -98,7 +101,8 @@ class RunData:
     def step_batch(self, samples: Samples, members: np.ndarray, first: int, rank: int = 0, ranks: int = 1) -> StepBatch:
         plan: Plan = self.batching.plan(members, samples.lengths, ranks)
         micro_batches = [
-            collate([[s for i in row for s in samples.get(i)] for row in each[rank]], self.pad_id) for each in plan
+            collate([[s for i in row for s in samples.get(i)] for row in each[rank]], self.pad_id, self.multiple)
+            for each in plan
         ]
         return StepBatch(
             micro_batches,
@@ -111,14 +115,22 @@ class RunData:
 
 
 def load_data(
-    config: Config, tokenizer: Tokenizer, train: Sequence[str], validation: Sequence[str] | None, console: Console
+    config: Config,
+    tokenizer: Tokenizer,
+    train: Sequence[str],
+    validation: Sequence[str] | None,
+    console: Console,
+    ranks: int = 1,
+    shares: int = 1,
 ) -> RunData:
-    """Tokenizes what is not tokenized yet and lays out the samples."""
+    """Tokenizes what is not tokenized yet and lays out the samples, for so many data ranks, and rows that can be cut
+    into so many shares."""
     data, seed = config.data, config.training.seed
     sources = find_sources(data, train)
     packed = data.packing and any(source.shape not in PLAIN for source in sources)
     text = all(source.shape in PLAIN for source in sources)
-    numbers = batching(config.training, packed, data.context_length, ROWS_OF_TEXT if text else ROWS_OF_CHAT)
+    rows = ROWS_OF_TEXT if text else ROWS_OF_CHAT
+    numbers = batching(config.training, packed, data.context_length, rows, ranks)
     caches = [open_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
     chosen = [split(cache.origins, data.validation_split, seed) for cache in caches]
     parts = [_samples(data, cache, members) for cache, (members, _) in zip(caches, chosen, strict=True)]
@@ -142,6 +154,8 @@ def load_data(
         fingerprint=_fingerprint(data, caches),
         pad_id=tokenizer.pad_id,
         counts=counts,
+        # Shared out, an operation is planned anew for every shape that comes up: fewer of them, then.
+        multiple=BUCKET if shares == 1 else math.lcm(8 * BUCKET, shares),
     )
 
 

@@ -40,10 +40,13 @@ class Batching:
         ]
 
 
-def batching(training: TrainingConfig, packed: bool, context_length: int, rows_by_default: int) -> Batching:
-    """The batch numbers that are given, and those that follow. `packed` says that samples share rows."""
+def batching(
+    training: TrainingConfig, packed: bool, context_length: int, rows_by_default: int, ranks: int = 1
+) -> Batching:
+    """The batch numbers that are given, and those that follow, on so many data ranks. `packed` says that samples share
+    rows."""
     if packed:
-        return _packed(training, context_length)
+        return _packed(training, context_length, ranks)
     rows = training.batch_size
     if training.max_tokens_per_gpu is not None:
         if rows is not None:
@@ -54,23 +57,26 @@ def batching(training: TrainingConfig, packed: bool, context_length: int, rows_b
                              f"data.context_length {context_length}")  # fmt: skip
     total, accumulation = training.global_batch_size, training.grad_accum_steps
     if total is not None and accumulation is not None:
-        if rows is not None and rows * accumulation != total:
+        on_ranks = f" x {ranks} data ranks" if ranks > 1 else ""
+        if rows is not None and rows * accumulation * ranks != total:
             raise UsageError(
-                f"training.global_batch_size {total} is not batch_size {rows} x grad_accum_steps {accumulation}",
-                f"leave one out, or make it global_batch_size {rows * accumulation}",
+                f"training.global_batch_size {total} is not batch_size {rows} x grad_accum_steps {accumulation}"
+                f"{on_ranks}",
+                f"leave one out, or make it global_batch_size {rows * accumulation * ranks}",
             )
-        rows = rows or -(-total // accumulation)
-        if -(-total // rows) != accumulation:
+        rows = rows or -(-total // (accumulation * ranks))
+        if -(-total // (rows * ranks)) != accumulation:
             raise UsageError(
-                f"training.global_batch_size {total} cannot be cut into {accumulation} micro-steps of equal rows",
-                f"{rows} rows each make {-(-total // rows)}; leave out training.grad_accum_steps",
+                f"training.global_batch_size {total} cannot be cut into {accumulation} micro-steps of equal rows"
+                f"{on_ranks}",
+                f"{rows} rows each make {-(-total // (rows * ranks))}; leave out training.grad_accum_steps",
             )
-    rows = rows or min(total or 10**9, rows_by_default)
-    total = total or rows * (accumulation or 1)
+    rows = rows or min(-(-(total or 10**9) // ranks), rows_by_default)
+    total = total or rows * (accumulation or 1) * ranks
     return Batching(total, rows=rows, tokens=None)
 
 
-def _packed(training: TrainingConfig, context_length: int) -> Batching:
+def _packed(training: TrainingConfig, context_length: int, ranks: int) -> Batching:
     for key in ("batch_size", "grad_accum_steps"):
         if getattr(training, key) is not None:
             raise UsageError(
@@ -82,4 +88,4 @@ def _packed(training: TrainingConfig, context_length: int) -> Batching:
     if limit < context_length:
         raise UsageError(f"training.max_tokens_per_gpu {limit} is less than data.context_length {context_length}",
                          "the longest row must fit in a micro-batch")  # fmt: skip
-    return Batching(training.global_batch_size or 4, rows=None, tokens=limit)
+    return Batching(training.global_batch_size or 4 * ranks, rows=None, tokens=limit)

@@ -84,9 +84,9 @@ class KeyValueCache:
 
 
 def sights(
-    lenses: set[tuple[Backend, int | None]], doc_ids_BT: Tensor | None, ids_BT: Tensor, cache: KeyValueCache | None
+    lenses: set[tuple[Backend, int | None]], doc_ids_BT: Tensor | None, like_BT: Tensor, cache: KeyValueCache | None
 ) -> dict[tuple[Backend, int | None], Sight]:
-    """What each kind of layer needs to know of the batch. With a cache everything is seen through a mask."""
+    """What each kind of layer needs to know of a batch shaped like `like`. With a cache all is seen through a mask."""
     if cache is not None:
         if doc_ids_BT is None:
             raise ValueError("a cache needs doc_ids: they tell padding from text")
@@ -96,13 +96,13 @@ def sights(
     for backend, window in lenses:
         open_kernel(backend)
         if backend in VARIABLE_LENGTH:
-            found[backend, window] = _borders(doc_ids_BT, ids_BT)
+            found[backend, window] = _borders(doc_ids_BT, like_BT)
         elif backend == "flex":
-            found[backend, window] = Sight(blocks=_flex_blocks(doc_ids_BT, ids_BT, window))
-        elif doc_ids_BT is None and (window is None or window >= ids_BT.shape[1]):
+            found[backend, window] = Sight(blocks=_flex_blocks(doc_ids_BT, like_BT, window))
+        elif doc_ids_BT is None and (window is None or window >= like_BT.shape[1]):
             found[backend, window] = Sight()
         else:
-            docs_BT = torch.zeros_like(ids_BT) if doc_ids_BT is None else doc_ids_BT
+            docs_BT = torch.zeros_like(like_BT) if doc_ids_BT is None else doc_ids_BT
             found[backend, window] = Sight(mask=visible(docs_BT, docs_BT, window))
     return found
 

@@ -1,7 +1,8 @@
 """The one native model: a decoder whose differences between families are data, not code.
 
 Read it top to bottom. It knows no files, no layout of processes and no loss: ids in, logits out. `DecoderConfig` holds
-everything in which families differ; families.py fills it in from a Hugging Face config, sizing.py from a depth.
+everything in which families differ; families.py fills it in from a Hugging Face config, sizing.py from a depth. A
+decoder may hold a run of the layers only; one that lacks the first takes and one that lacks the last gives features.
 
 A forward pass has two parts. `plan` works out, once for all layers, what depends on the batch alone: rotary tables and
 who sees whom. `run` is the network itself, and what execution.py compiles.
@@ -173,6 +174,8 @@ class Attention(nn.Module):
         scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
         self.lens = Lens(backend, scale, layer.window, config.attention_softcap)
         self.rows = attention_rows(config)
+        # Where set, which of the key/value heads the queries here read (parallel/tensor.py).
+        self.pick: Callable[[Tensor], Tensor] | None = None
         # Where set, what turns queries and keys by the tables instead (liger.py).
         self.turn_kernel: Callable[[Tensor, Tensor, Tables], tuple[Tensor, Tensor]] | None = None
         if fused:
@@ -188,6 +191,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, plan: Plan, cache: KeyValueCache | None = None) -> Tensor:
         q_BHTE, k_BKTE, v_BKTE = self._projected(x_BTD)
+        if self.pick is not None:
+            k_BKTE, v_BKTE = self.pick(k_BKTE), self.pick(v_BKTE)
         if plan.tables is not None and self.turn_kernel is not None:
             q_BHTE, k_BKTE = self.turn_kernel(q_BHTE, k_BKTE, plan.tables)
         elif plan.tables is not None:
@@ -271,24 +276,34 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """`forward(ids, positions, doc_ids)` gives logits; labels and losses are somebody else's business."""
 
-    def __init__(self, config: DecoderConfig, attention: Backend = "sdpa", fused: tuple[Fusion, ...] = ()) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attention: Backend = "sdpa",
+        fused: tuple[Fusion, ...] = (),
+        layers: range | None = None,
+    ) -> None:
+        """`layers` are those that this decoder holds; the first brings the embedding along, the last norm and head."""
         super().__init__()
-        self.config = config
-        self.tok_embed = nn.Embedding(config.vocab_size, config.width, padding_idx=config.padding_row)
-        if config.learned_positions:
-            self.pos_embed = nn.Embedding(config.max_positions, config.width)
+        held = range(config.depth) if layers is None else layers
+        self.config, self.is_first, self.is_last = config, held.start == 0, held.stop == config.depth
+        # Where set, the numbers that are computed in, when the parameters are kept in others (parallel/shard.py).
+        self.computes_in: torch.dtype | None = None
+        if self.is_first:
+            self.tok_embed = nn.Embedding(config.vocab_size, config.width, padding_idx=config.padding_row)
+            if config.learned_positions:
+                self.pos_embed = nn.Embedding(config.max_positions, config.width)
         # Keyed by the number of the layer in the whole model, so that a part of the layers keeps its names.
-        self.layers = nn.ModuleDict(
-            {str(n): Block(config, layer, n, attention, set(fused)) for n, layer in enumerate(config.layers)}
-        )
-        self.norm = norm(config, config.width)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.layers = nn.ModuleDict({str(n): Block(config, config.layers[n], n, attention, set(fused)) for n in held})
+        if self.is_last:
+            self.norm = norm(config, config.width)
+            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:
         """One matrix for embedding and head where the config says so. Moving a model that was made without memory
-        gives each name its own, so it is done again then."""
-        if self.config.tied:
+        gives each name its own, so it is done again then. Where they are apart, each keeps one."""
+        if self.config.tied and self.is_first and self.is_last:
             self.head.weight = self.tok_embed.weight
 
     def forward(
@@ -301,22 +316,20 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits; or, with `finish`, what it makes of the last features and the head, so that a loss need not have all
         logits at once. Without `doc_ids` every row is one sequence (padding, if any, on its right)."""
-        plans = self.plan(ids_BT, positions_BT, doc_ids_BT, cache)
+        plans = self.plan(positions_BT, doc_ids_BT, cache)
         if finish is None:
             return self.run(ids_BT, positions_BT, plans, cache)
         return finish(self.features(ids_BT, positions_BT, plans, cache), self.head.weight)
 
-    def plan(
-        self, ids_BT: Tensor, positions_BT: Tensor, doc_ids_BT: Tensor | None, cache: KeyValueCache | None = None
-    ) -> list[Plan]:
+    def plan(self, positions_BT: Tensor, doc_ids_BT: Tensor | None, cache: KeyValueCache | None = None) -> list[Plan]:
         """One a layer; layers of a kind share theirs."""
         config = self.config
-        dtype = torch.float32 if config.rope_wide else self.norm.weight.dtype
+        dtype = torch.float32 if config.rope_wide else self.computes_in or next(self.parameters()).dtype
         blocks = list(self.layers.values())
         ropes = {block.layer.rope for block in blocks if block.layer.rope is not None}
         tables = {rope: Rotary(rope, config.head_size, positions_BT, dtype).tables for rope in ropes}
         lenses = {(block.attention.lens.backend, block.layer.window) for block in blocks}
-        seen = sights(lenses, doc_ids_BT, ids_BT, cache)
+        seen = sights(lenses, doc_ids_BT, positions_BT, cache)
         return [
             Plan(tables.get(block.layer.rope), seen[block.attention.lens.backend, block.layer.window])
             for block in blocks
@@ -325,16 +338,17 @@ class Decoder(nn.Module):
     def run(
         self, ids_BT: Tensor, positions_BT: Tensor, plans: list[Plan], cache: KeyValueCache | None = None
     ) -> Tensor:
-        return self.logits(self.features(ids_BT, positions_BT, plans, cache))
+        features_BTD = self.features(ids_BT, positions_BT, plans, cache)
+        return self.logits(features_BTD) if self.is_last else features_BTD
 
     def features(
         self, ids_BT: Tensor, positions_BT: Tensor, plans: list[Plan], cache: KeyValueCache | None = None
     ) -> Tensor:
-        """What the head reads."""
-        x_BTD = self.embed(ids_BT, positions_BT)
+        """What the head reads, or the next layer where this is not the end."""
+        x_BTD = self.embed(ids_BT, positions_BT) if self.is_first else ids_BT
         for block, plan in zip(self.layers.values(), plans, strict=True):
             x_BTD = block(x_BTD, plan, cache)
-        return self.norm(x_BTD)
+        return self.norm(x_BTD) if self.is_last else x_BTD
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         x_BTD = self.tok_embed(ids_BT)
@@ -360,19 +374,24 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, std: float, seed: int) -> None:
-        """Normal matrices of `std`; what writes to the residual stream is scaled down by sqrt(2 x depth).
-
-        Every parameter is drawn on the CPU from a stream of its own, so that the same seed gives the same model on any
-        device and in any layout, and a process that holds some of the parameters draws what the others would have.
-        """
+        """Every parameter as `drawn` has it."""
         for name, piece in self.pieces().items():
-            if piece.dim() == 1:
-                piece.fill_(0.0 if name.endswith("bias") or self.config.norm == "rms_plus_one" else 1.0)
-            else:
-                writes = name.endswith(("attention.wo.weight", "mlp.down.weight"))
-                scale = std / math.sqrt(2 * self.config.depth) if writes else std
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-                piece.copy_(torch.randn(piece.shape, generator=generator) * scale)
+            piece.copy_(drawn(self.config, name, piece.shape, std, seed))
+
+
+def drawn(config: DecoderConfig, name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
+    """A piece of a new model: normal matrices of `std`; what writes to the residual stream is scaled down by
+    sqrt(2 x depth).
+
+    Every piece is drawn on the CPU from a stream of its own, so that the same seed gives the same model on any device
+    and in any layout, and a process that holds some of the parameters draws what the others would have.
+    """
+    if len(shape) == 1:
+        return torch.full(shape, 0.0 if name.endswith("bias") or config.norm == "rms_plus_one" else 1.0)
+    writes = name.endswith(("attention.wo.weight", "mlp.down.weight"))
+    scale = std / math.sqrt(2 * config.depth) if writes else std
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    return torch.randn(shape, generator=generator) * scale
 
 
 def attention_rows(config: DecoderConfig) -> list[int]:

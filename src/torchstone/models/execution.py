@@ -45,6 +45,9 @@ class Execution:
     compile: Compile = "none"
     liger: tuple[str, ...] = ()
     trust_remote_code: bool = False
+    # Ranks that share every matrix, and stages of layers.
+    tp: int = 1
+    pp: int = 1
 
 
 AS_IT_COMES = Execution()
@@ -58,6 +61,11 @@ def check_fallback_execution(execution: Execution) -> None:
         "fused": bool(execution.fused),
     }
     names = [f"model.{key}" for key, given in asked.items() if given]
+    if execution.tp > 1 or execution.pp > 1:
+        raise UsageError(
+            "parallel.tp and parallel.pp are for the native decoder, and this model runs in Transformers",
+            "leave them out: parallel.dp_shard and dp_replicate work for both",
+        )
     if names:
         verb = "are" if len(names) > 1 else "is"
         raise UsageError(
@@ -103,7 +111,8 @@ def compile_model(decoder: Decoder, how: Compile, backend: Any = "inductor") -> 
         decoder.features = torch.compile(decoder.features, fullgraph=True, backend=backend)  # type: ignore[method-assign]
         return
     for block in decoder.layers.values():
-        block.compile(fullgraph=True, backend=backend)
+        # The forward alone: what FSDP2 does before and after it is no part of a graph.
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
 
 
 def _selective() -> Any:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchstone.errors import UsageError
 from torchstone.loss.cross_entropy import IGNORED
@@ -237,16 +238,35 @@ def check_fallback(folder: Path, trust_remote_code: bool = False) -> None:
     check_files(Path(folder))
 
 
-def save_fallback(module: Fallback, folder: Path) -> None:
-    """A folder that Transformers loads back bit for bit, with the model's own code where it came with some."""
+def save_fallback(module: Fallback, folder: Path, rank: int = 0) -> None:
+    """A folder that Transformers loads back bit for bit, with the model's own code where it came with some. One that is
+    sharded is gathered by the first rank, on the CPU; all ranks have to take part."""
     folder = Path(folder)
+    state = whole_state(module.hf, rank)
+    if rank > 0:
+        return
     with quiet():
         if module.generation_config_file is None:
-            module.hf.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+            module.hf.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=state)
             return
         with _generation_config(module.hf):
-            module.hf.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+            module.hf.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=state)
     (folder / "generation_config.json").write_bytes(module.generation_config_file)
+
+
+def whole_state(hf: PreTrainedModel, rank: int = 0) -> dict[str, Tensor] | None:
+    """The state dict of a sharded model, whole, on the first rank; None elsewhere, and where it is not sharded."""
+    if not any(isinstance(parameter, DTensor) for parameter in hf.parameters()):
+        return None
+    whole: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
+    for name, tensor in hf.state_dict(keep_vars=True).items():
+        if id(tensor) not in gathered:
+            # One at a time, and a tied one once, so that it stays one.
+            full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            gathered[id(tensor)] = full.cpu() if rank == 0 else full.new_empty(0)
+        whole[name] = gathered[id(tensor)]
+    return whole if rank == 0 else None
 
 
 def sum_of_token_losses(

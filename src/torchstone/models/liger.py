@@ -68,12 +68,18 @@ class LigerChoice:
         return [f"liger: {', '.join(self.kernels) or 'none'} ({self.reason})"] if self.reason else []
 
 
-def choose_liger(wanted: Sequence[str], config: DecoderConfig, compile: Compile, device: torch.device) -> LigerChoice:
+def choose_liger(
+    wanted: Sequence[str], config: DecoderConfig, compile: Compile, device: torch.device, tp: int = 1
+) -> LigerChoice:
     """The kernels for a decoder on a device, and why; one that was asked for by name and cannot be is refused."""
     if not wanted:
         return LigerChoice()
     here = _why_not_here(device)
     why_not = {kernel: here or _why_not(kernel, config, compile) for kernel in KERNELS}
+    if tp > 1:
+        # They read a parameter that is then no plain tensor.
+        shared = "with parallel.tp its weights are shared out over ranks, which the kernel knows nothing of"
+        why_not |= {kernel: why_not[kernel] or shared for kernel in ("norm", "loss")}
     _refuse_named(wanted, why_not)
     if "loss" not in wanted and why_not["loss"] is None and config.vocab_size <= config.width:
         why_not["loss"] = "the vocabulary is no larger than the width"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchstone.models.decoder import Decoder, pieces_of
+from torchstone.models.decoder import Decoder
 from torchstone.models.execution import (
     Execution,
     Implementation,
@@ -26,16 +26,20 @@ from torchstone.models.execution import (
     compile_model,
     recompute_activations,
 )
-from torchstone.models.fallback import Fallback, save_fallback
+from torchstone.models.fallback import Fallback, save_fallback, whole_state
 from torchstone.models.families import FAMILIES, Family
 from torchstone.models.generate import generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
 from torchstone.models.sizing import describe
+from torchstone.models.sliced_files import Slice, write_slices
+from torchstone.models.slices import WEIGHTS, is_counted, piece_names, slice_file, slices_of
 from torchstone.models.weights import disk_tensors, save_weights
 
 GENERATION_FILE = "generation_config.json"
 # A tokenizer with more tokens than the model has rows gets rows up to a multiple of this.
 ROWS = 8
+# New rows are the mean of the old, of which so many are read at once.
+ROWS_AT_A_TIME = 1024
 MARKS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -104,16 +108,40 @@ class Model(ABC):
     def _continue(self) -> Callable[..., list[list[int]]]: ...
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """config.json, the weights, and what came with them."""
+    def save(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+        """config.json, the weights, and what came with them. Of several ranks, each writes slices of its own where it
+        can, and the first the rest; all of them have to call it."""
 
     @abstractmethod
     def disk_tensors(self) -> dict[str, Tensor]:
         """The weights by their names on disk."""
 
-    def pieces_of(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """A tensor shaped like parameter `name`, by the names that stay the same however the model runs; views."""
-        return [(name, tensor)]
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The modules that this process holds of it: one, unless it has several stages of a pipeline."""
+        return [self.module]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of this process; names are those of the whole model."""
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def train(self, mode: bool = True) -> None:
+        for part in self.parts:
+            part.train(mode)
+
+    def slices_of(self, name: str, tensor: Tensor) -> list[Slice]:
+        """A tensor shaped and laid out like parameter `name`, as boxes of tensors whose names and shapes stay the same
+        however the model runs; views."""
+        return slices_of(None, name, tensor)
+
+    def piece_names(self, name: str, tensor: Tensor) -> list[str]:
+        """The tensors of which a parameter holds boxes, whether or not any of them is here."""
+        return [name]
+
+    def counts(self, name: str, tensor: Tensor) -> bool:
+        """Whether this process is the one to count and save what it holds of a parameter."""
+        return is_counted(None, name, tensor)
 
     def roles(self) -> dict[str, str]:
         """Which parameters are embeddings (`embed`) and which the `head`; a tied head is the embedding."""
@@ -130,10 +158,7 @@ class Model(ABC):
         if tokens > rows:
             self._resize(rows_for(tokens))
             self.hf_config["vocab_size"] = self.vocab_size
-            said.append(
-                f"the tokenizer has {tokens} tokens, the model {rows} rows: now {self.vocab_size}, "
-                "the new ones beginning as the mean of the old"
-            )
+            said.append(resized(tokens, rows, self.vocab_size))
         before = dict(self.hf_config)
         for key in MARKS:
             ours, theirs = marks.get(key), self.hf_config.get(key)
@@ -176,6 +201,15 @@ class Native(Model):
 
     module: Decoder
     family: Family = FAMILIES["llama"]
+    stages: list[Decoder] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Sequence[Decoder]:
+        return self.stages or [self.module]
+
+    def roles(self) -> dict[str, str]:
+        # Where the head is the embedding, its copy at the end of a pipeline is trained as one.
+        return super().roles() | ({"head.weight": "embed"} if self.module.config.tied else {})
 
     @property
     def vocab_size(self) -> int:
@@ -187,11 +221,15 @@ class Native(Model):
 
     @property
     def padding_row(self) -> int | None:
-        return self.module.tok_embed.padding_idx
+        return self.module.config.padding_row
 
     @padding_row.setter
     def padding_row(self, row: int | None) -> None:
-        self.module.tok_embed.padding_idx = row
+        for part in self.parts:
+            part.config = replace(part.config, padding_row=row)
+            if part.is_first:
+                # Shared out by the vocabulary it is kept in another way (parallel/tensor.py).
+                setattr(part.tok_embed, "frozen_row" if hasattr(part.tok_embed, "frozen_row") else "padding_idx", row)
 
     def why_not_rows(self, longest: int) -> str | None:
         if self.module.config.learned_positions and longest > self.max_positions:
@@ -209,16 +247,17 @@ class Native(Model):
         return self.module.config.why_not_packed(longest)
 
     def execute(self, execution: Execution) -> None:
-        recompute_activations(self.module, execution.recompute)
-        device = self.module.tok_embed.weight.device
-        choice = choose_liger(execution.liger, self.module.config, execution.compile, device)
-        apply_liger(self.module, choice.kernels)
+        device = next(self.module.parameters()).device
+        choice = choose_liger(execution.liger, self.module.config, execution.compile, device, execution.tp)
         self.notes += choice.notes
         if execution.recompute != "none":
             self.notes.append(f"recomputing: {execution.recompute}")
         if execution.compile != "none":
             self.notes.append(f"compiling: {execution.compile}; the first steps take longer")
-        compile_model(self.module, execution.compile)
+        for part in self.parts:
+            recompute_activations(part, execution.recompute)
+            apply_liger(part, choice.kernels)
+            compile_model(part, execution.compile)
 
     def _resize(self, rows: int) -> None:
         decoder = self.module
@@ -233,21 +272,35 @@ class Native(Model):
     def _continue(self) -> Callable[..., list[list[int]]]:
         return partial(generate, self.module)
 
-    def save(self, folder: Path) -> None:
-        dtype = str(self.module.tok_embed.weight.dtype).removeprefix("torch.")
-        # The code that auto_map names did not run here, and is not in this folder.
-        config = {key: value for key, value in self.hf_config.items() if key not in ("torch_dtype", "auto_map")}
-        config |= {"dtype": dtype, "architectures": [self.family.architecture]}
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        save_weights(self.module, self.family, folder)
+    def save(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+        if ranks > 1:
+            boxes = [
+                box for n, p in self.named_parameters() if self.counts(n, p) for box in self.slices_of(n, p.detach())
+            ]
+            write_slices(slice_file(folder, WEIGHTS, rank), boxes)
+        if rank > 0:
+            return
+        write_config(self.hf_config, self.family, next(self.module.parameters()).dtype, folder)
+        if ranks == 1:
+            save_weights(self.pieces(), self.family, folder)
         if self.generation is not None:
             (folder / GENERATION_FILE).write_bytes(self.generation)
 
     def disk_tensors(self) -> dict[str, Tensor]:
-        return disk_tensors(self.module.pieces(), self.family)
+        return disk_tensors(self.pieces(), self.family)
 
-    def pieces_of(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        return pieces_of(self.module.config, name, tensor)
+    def pieces(self) -> dict[str, Tensor]:
+        """Every parameter by the name it has when nothing is fused; of a model that one process holds."""
+        return {box.name: box.tensor for n, p in self.named_parameters() for box in self.slices_of(n, p.detach())}
+
+    def slices_of(self, name: str, tensor: Tensor) -> list[Slice]:
+        return slices_of(self.module.config, name, tensor)
+
+    def piece_names(self, name: str, tensor: Tensor) -> list[str]:
+        return piece_names(self.module.config, name, tensor)
+
+    def counts(self, name: str, tensor: Tensor) -> bool:
+        return is_counted(self.module.config, name, tensor)
 
 
 @dataclass
@@ -299,12 +352,12 @@ class Transformers(Model):
     def _continue(self) -> Callable[..., list[list[int]]]:
         return self.module.generate
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         self.module.generation_config_file = self.generation
-        save_fallback(self.module, folder)
+        save_fallback(self.module, folder, rank)
 
     def disk_tensors(self) -> dict[str, Tensor]:
-        return self.module.hf.state_dict()
+        return whole_state(self.module.hf) or self.module.hf.state_dict()
 
     def roles(self) -> dict[str, str]:
         head = self.module.hf.get_output_embeddings()
@@ -319,15 +372,38 @@ class Transformers(Model):
         setattr(self.module.hf.config, key, value)
 
 
+def write_config(hf_config: dict[str, Any], family: Family, dtype: torch.dtype, folder: Path) -> None:
+    """The config.json of a native model."""
+    # The code that auto_map names did not run here, and is not in this folder.
+    config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "auto_map")}
+    config |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [family.architecture]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def rows_for(tokens: int) -> int:
     """Matrix units like multiples of eight."""
     return -(-tokens // ROWS) * ROWS
 
 
+def resized(tokens: int, before: int, now: int) -> str:
+    return (
+        f"the tokenizer has {tokens} tokens, the model {before} rows: now {now}, the new ones beginning as the mean of "
+        "the old"
+    )
+
+
+def mean_row(chunks: Iterable[Tensor]) -> Tensor:
+    """The mean of all rows, summed in fp64, so that it does not matter in which order ranks see them."""
+    count, total = 0, torch.zeros(())
+    for rows in chunks:
+        count, total = count + len(rows), total + rows.double().sum(dim=0)
+    return (total / count).float()
+
+
 @torch.no_grad()
 def _grown(matrix: Tensor, rows: int) -> nn.Parameter:
-    """`matrix` with new rows below it, each the mean of the old ones, taken in fp32."""
+    """`matrix` with new rows below it, each the mean of the old ones, taken in fp64."""
     new = matrix.new_empty((rows, *matrix.shape[1:]))
     new[: len(matrix)] = matrix
-    new[len(matrix) :] = matrix.float().mean(dim=0).to(matrix.dtype)
+    new[len(matrix) :] = mean_row(matrix.split(ROWS_AT_A_TIME)).to(matrix.dtype)
     return nn.Parameter(new, requires_grad=matrix.requires_grad)

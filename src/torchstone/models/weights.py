@@ -3,24 +3,27 @@
 Both sides of the map are made of the same pieces. A tensor on disk is one piece, or several one below the other (as
 Phi-3's qkv_proj), perhaps on its side (GPT-2); a parameter here is one piece, or several where the model runs fused. So
 one table (families.py) serves both ways and every layout, load(save(x)) == x bit for bit, and how a model runs never
-shows in a file. Tensors are read row by row into the place where they stay; a missing or unknown tensor is an error
-that lists them, before any weight is read. Nothing here reads a pickle.
+shows in a file. Tensors are read row by row into the place where they stay, and of any piece any box alone; a missing
+or unknown tensor is an error that lists them, before any weight is read. Written is one tensor at a time, from whatever
+has the pieces. Nothing here reads a pickle.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import Decoder, DecoderConfig
 from torchstone.models.families import Family, Stored, family_of
-from torchstone.models.tensor_files import TensorFile
+from torchstone.models.tensor_files import TensorFile, TensorWriter
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -92,12 +95,40 @@ class Files:
             raise CheckpointError(
                 f"{folder}: the weights do not fit config.json", _listed(missing=missing, unknown=unknown)
             )
+        self.shapes = {name: tuple(piece.shape) for name, piece in wanted.items()}
+        # The tensor on disk that has a piece, and the row of it where the piece begins.
+        self._places: dict[str, tuple[str, int]] = {}
         for name, stored in self.stored.items():
-            self._check_shape(name, stored, wanted)
+            self._check_shape(name, stored)
+            row = 0
+            for part in stored.parts:
+                self._places[part] = name, row
+                row += self.shapes[part][0]
 
-    def _check_shape(self, name: str, stored: Stored, wanted: dict[str, Tensor]) -> None:
-        first = wanted[stored.parts[0]].shape
-        shape = [sum(wanted[part].shape[0] for part in stored.parts), *first[1:]]
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, so far; headers are not among them."""
+        return sum(file.bytes_read for file in {id(file): file for file in self.file_of.values()}.values())
+
+    def shape(self, piece: str) -> tuple[int, ...]:
+        return self.shapes[piece]
+
+    def read_into(self, piece: str, target: Tensor, offset: Sequence[int]) -> None:
+        """Overwrites `target` with the box of a piece that has its shape and begins at `offset`, wherever that lies on
+        disk, in its own dtype and on its own device. No other bytes are read."""
+        name, row = self._places[piece]
+        shape, size = self.shapes[piece], tuple(target.shape)
+        # Beyond the piece's own rows the file goes on with another piece's.
+        if not len(offset) == len(size) == len(shape) or offset[0] < 0 or offset[0] + size[0] > shape[0]:
+            raise CheckpointError(
+                f"{self.file_of[name].path}: {piece} has shape {list(shape)}, "
+                f"but {list(size)} from {list(offset)} on are asked of it"
+            )
+        transposed = self.stored[name].transposed
+        self.file_of[name].read_box_into(name, target, (row + offset[0], *offset[1:]), transposed)
+
+    def _check_shape(self, name: str, stored: Stored) -> None:
+        shape = list(_joined_shape(self.shapes, stored))
         shape = shape[::-1] if stored.transposed else shape
         file = self.file_of[name]
         if not file.dtype(name).is_floating_point:
@@ -112,31 +143,34 @@ class Files:
     def load(self, decoder: Decoder) -> None:
         """Fills `decoder`, every piece exactly once."""
         places = decoder.pieces()
-        for name, stored in self.stored.items():
-            file = self.file_of[name]
-            if stored.transposed:
-                rows = file.read(name).T.split([len(places[part]) for part in stored.parts])
-                for part, piece in zip(stored.parts, rows, strict=True):
-                    places[part].copy_(piece)
-                continue
-            start = 0
+        for stored in self.stored.values():
             for part in stored.parts:
-                file.read_into(name, places[part], start)
-                start += len(places[part])
-        for name in self.head_copies:
-            self._check_head(name, decoder.tok_embed.weight)
+                self.read_into(part, places[part], (0,) * places[part].dim())
+        self.check_head_copies(decoder.tok_embed.weight)
 
-    def _check_head(self, name: str, embedding: Tensor) -> None:
-        file = self.file_of[name]
-        same = file.shape(name) == tuple(embedding.shape)
-        for at in range(0, len(embedding) if same else 0, 1024):
-            rows = embedding[at : at + 1024]
-            same = same and torch.equal(file.read(name, at, at + len(rows)).to(rows), rows)
-        if not same:
-            raise CheckpointError(
-                f"{file.path}: config.json ties the output head to the embedding, but the file has a different {name}",
-                'set "tie_word_embeddings": false in config.json to keep both',
-            )
+    def check_head_copies(self, embedding: Tensor, offset: Sequence[int] = (0, 0)) -> None:
+        """Where the head is tied, a file may have it all the same: it has to be the embedding, of which `embedding` is
+        the box that begins at `offset`."""
+        for name in self.head_copies:
+            file = self.file_of[name]
+            same = file.shape(name) == self.shapes["tok_embed.weight"]
+            for at in range(0, len(embedding) if same else 0, 1024):
+                rows = embedding[at : at + 1024]
+                read = torch.empty_like(rows)
+                file.read_box_into(name, read, (offset[0] + at, offset[1]))
+                same = same and torch.equal(read, rows)
+            if not same:
+                raise CheckpointError(
+                    f"{file.path}: config.json ties the output head to the embedding, "
+                    f"but the file has a different {name}",
+                    'set "tie_word_embeddings": false in config.json to keep both',
+                )
+
+
+class Source(Protocol):
+    """Whatever has pieces: a model, a folder, files of many ranks."""
+
+    def read_into(self, piece: str, target: Tensor, offset: Sequence[int]) -> None: ...
 
 
 def disk_tensors(pieces: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
@@ -144,29 +178,42 @@ def disk_tensors(pieces: dict[str, Tensor], family: Family) -> dict[str, Tensor]
     return {name: _joined(pieces, stored) for name, stored in family.on_disk(pieces).items()}
 
 
-def save_weights(decoder: Decoder, family: Family, folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Writes the parameters under their names on disk; more than `shard_bytes` become several files with an index."""
-    pieces = {name: piece.detach() for name, piece in decoder.pieces().items()}
+def save_weights(pieces: dict[str, Tensor], family: Family, folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Writes parameters under their names on disk; more than `shard_bytes` become several files with an index."""
+    shapes = {name: tuple(piece.shape) for name, piece in pieces.items()}
+    dtype = reduce(torch.promote_types, {piece.dtype for piece in pieces.values()})
+    return stream_weights(_Held(pieces), family, shapes, dtype, folder, shard_bytes)
+
+
+def stream_weights(
+    source: Source,
+    family: Family,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Writes the pieces of `shapes` under their names on disk, as `dtype`. In memory is one tensor at a time."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards: list[dict[str, Stored]] = [{}]
     size = 0
-    for name, stored in family.on_disk(pieces).items():
-        added = sum(pieces[part].nbytes for part in stored.parts)
+    for name, stored in family.on_disk(dict(shapes)).items():
+        added = sum(sizes[part] for part in stored.parts)
         if shards[-1] and size + added > shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = stored
         size += added
     if len(shards) == 1:
-        _write(shards[0], pieces, folder / SINGLE_FILE)
+        _write(shards[0], source, shapes, dtype, folder / SINGLE_FILE)
         return [folder / SINGLE_FILE]
     written, where = [], {}
     for number, shard in enumerate(shards, start=1):
         path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(shard, pieces, path)
+        _write(shard, source, shapes, dtype, path)
         written.append(path)
         where.update(dict.fromkeys(shard, path.name))
-    total = sum(piece.nbytes for piece in pieces.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return [*written, folder / INDEX_FILE]
 
@@ -224,5 +271,35 @@ def _joined(pieces: dict[str, Tensor], stored: Stored) -> Tensor:
     return (whole.T if stored.transposed else whole).contiguous()
 
 
-def _write(shard: dict[str, Stored], pieces: dict[str, Tensor], path: Path) -> None:
-    save_file({name: _joined(pieces, stored) for name, stored in shard.items()}, path, metadata={"format": "pt"})
+class _Held:
+    """Pieces that are in memory."""
+
+    def __init__(self, pieces: dict[str, Tensor]) -> None:
+        self.pieces = pieces
+
+    def read_into(self, piece: str, target: Tensor, offset: Sequence[int]) -> None:
+        box = tuple(slice(begin, begin + size) for begin, size in zip(offset, target.shape, strict=True))
+        target.copy_(self.pieces[piece][box])
+
+
+def _write(
+    shard: dict[str, Stored],
+    source: Source,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    path: Path,
+) -> None:
+    """By name, as the format's own writer has them."""
+    stored = {name: (shard[name], _joined_shape(shapes, shard[name])) for name in sorted(shard)}
+    entries = [(name, dtype, shape[::-1] if each.transposed else shape) for name, (each, shape) in stored.items()]
+    with TensorWriter(path, entries, {"format": "pt"}) as writer:
+        for (name, _, on_disk), (each, _) in zip(entries, stored.values(), strict=True):
+            tensor = torch.empty(on_disk, dtype=dtype, device="cpu")
+            rows = (tensor.T if each.transposed else tensor).split([shapes[part][0] for part in each.parts])
+            for part, place in zip(each.parts, rows, strict=True):
+                source.read_into(part, place, (0,) * place.dim())
+            writer.write(name, tensor)
+
+
+def _joined_shape(shapes: Mapping[str, tuple[int, ...]], stored: Stored) -> tuple[int, ...]:
+    return (sum(shapes[part][0] for part in stored.parts), *shapes[stored.parts[0]][1:])

@@ -61,7 +61,7 @@ def progress_text(done: int, total: int, seconds: float) -> str:
 
 
 class Console:
-    """`say` is for things that happen once; `step` for every step."""
+    """`say` is for things that happen once; `step` for every step. Style `none` is for ranks that others speak for."""
 
     def __init__(self, style: str = "auto", log_every: int = 1) -> None:
         self._rich = RichConsole(stderr=True, highlight=False, soft_wrap=True)
@@ -73,11 +73,12 @@ class Console:
         self._total: int | None = None
 
     def say(self, text: str) -> None:
-        if self.style != "quiet":
+        if self.style not in ("quiet", "none"):
             self._rich.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        self._rich.print(f"warning: {text}", markup=False, style="yellow")
+        if self.style != "none":
+            self._rich.print(f"warning: {text}", markup=False, style="yellow")
 
     def begin(self, total: int | None, done: int) -> None:
         self._eta, self._total = Eta(total), total

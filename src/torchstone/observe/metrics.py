@@ -16,17 +16,19 @@ from torchstone.atomic import write_text
 
 
 class MetricsFile:
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        """Opens `path` to go on after `resumed_step`."""
-        self.removed = _cut(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, resumed_step: int, written: bool = True) -> None:
+        """Opens `path` to go on after `resumed_step`; only one process of a run has it `written`."""
+        self.removed = _cut(path, resumed_step) if written else 0
+        self._file = path.open("a", encoding="utf-8") if written else None
 
     def write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -22,49 +22,55 @@ from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import Execution
 from torchstone.models.model import Model, Native, rows_for
-from torchstone.models.opening import check_folder, check_new, load_model, new_model
+from torchstone.models.opening import Builder, check_folder, check_new, load_model, new_model
 from torchstone.models.sizing import decoder_config, describe, init_std, new_hf_config
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.schedule import schedule_notes
+from torchstone.parallel.build import SharedBuilder, runner_of
+from torchstone.parallel.mesh import ALONE, Place, is_worker, local_rank
+from torchstone.parallel.shard import COMPUTED_IN, KEPT_IN
 from torchstone.training.length import run_length
 from torchstone.training.loop import Run, mark_best_of
 from torchstone.training.run_folder import check_identity, identity
 from torchstone.training.state import Progress
 
-DTYPES = {"fp32": torch.float32, "bf16-pure": torch.bfloat16}
 
-
-def assemble(config: Config, console: Console) -> Run:
-    device = pick_device(config.system)
-    torch.manual_seed(config.training.seed)
-    checkpoint = find_resume(Path(config.output_dir), config.checkpoint.resume, console.warn)
-    source = checkpoint or (resolve_model_folder(config.model.path) if config.model.path else None)
+def assemble(config: Config, console: Console, device: torch.device, place: Place = ALONE) -> Run:
+    # Ranks that differ in pp or tp alone see the same rows, and have to drop the same of them.
+    torch.manual_seed(config.training.seed + place.data_rank)
+    checkpoint = find_resume(Path(config.output_dir), config.checkpoint.resume, console.warn, place)
+    source = checkpoint or (resolve_model_folder(config.model.path, place) if config.model.path else None)
+    dtype, execution = COMPUTED_IN[config.training.precision], _execution(config, place)
     if source is not None:
-        check_folder(source, device, DTYPES[config.training.precision], _execution(config))
+        check_folder(source, device, dtype, execution)
     named = checkpoint or tokenizer_path(config, source)
     tokenizer = load_tokenizer(named, config.data.chat_template, config.model.trust_remote_code)
     if source is None:
-        check_new(_new_hf_config(config, tokenizer), device, DTYPES[config.training.precision], _execution(config))
-    data = open_data(config, tokenizer, console)
+        check_new(_new_hf_config(config, tokenizer), device, dtype, execution)
+    data = open_data(config, tokenizer, console, place)
     identified = identity(config, data)
     progress = Progress()
     if checkpoint is not None:
         state = read_state(checkpoint)
         check_identity(state.get("identity", {}), identified, checkpoint)
         progress = Progress.from_dict(state)
-    model = _loaded(config, source, device, tokenizer, console) if source else _new(config, device, tokenizer, console)
+    builder = builder_for(config, place, device)
+    if source is not None:
+        model = _loaded(config, source, builder, execution, tokenizer, console)
+    else:
+        model = _new(config, builder, execution, tokenizer, console)
     for note in model.notes:
         console.say(note)
     for warning in model.warnings:
         console.warn(warning)
     check_rows(model, config)
-    optimizer = build_optimizer(model.module.named_parameters(), config.optim, model.roles())
+    optimizer = build_optimizer(model.named_parameters(), config.optim, model.roles())
     if checkpoint is not None:
         # config.json has the tokenizer's pad_token_id by now, but the run began with the folder's.
         model.padding_row = state.get("padding_row", model.padding_row)
         restore_optimizer(checkpoint, optimizer, model)
-        restore_random(checkpoint)
+        restore_random(checkpoint, place, config.training.seed + place.data_rank, console.warn)
         console.say(f"going on from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     if model.padding_row in {tokenizer.hf.bos_token_id, *tokenizer.stop_ids} - {None}:
         console.warn(
@@ -76,18 +82,26 @@ def assemble(config: Config, console: Console) -> Run:
         console.warn(note)
     saved_with = {"identity": identified, "version": __version__, "torch": torch.__version__}
     saved_with |= {"padding_row": model.padding_row, "implementation": model.implementation, "model": model.notes}
-    run = Run(config, model, tokenizer, data, optimizer, device, length, progress, console, saved_with, checkpoint)
+    runner = runner_of(model, builder, data.packed)
+    run = Run(config, model, tokenizer, data, optimizer, runner, length, progress, console, saved_with, checkpoint)
     mark_best_of(run)
     return run
 
 
-def open_data(config: Config, tokenizer: Tokenizer, console: Console) -> RunData:
+def builder_for(config: Config, place: Place, device: torch.device) -> Builder:
+    precision = config.training.precision
+    if place.mesh is None:
+        return Builder(device, KEPT_IN[precision])
+    return SharedBuilder(place, config.parallel, precision, device)
+
+
+def open_data(config: Config, tokenizer: Tokenizer, console: Console, place: Place = ALONE) -> RunData:
     assert config.data.path is not None
     cache_dir = Path(config.data.cache_dir)
     train = [data_file(name, cache_dir) for name in config.data.path]
     other = config.data.validation_path
     validation = None if other is None else [data_file(name, cache_dir) for name in other]
-    return load_data(config, tokenizer, train, validation, console)
+    return load_data(config, tokenizer, train, validation, console, place.data_ranks, place.layout.tp)
 
 
 def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
@@ -102,12 +116,18 @@ def pick_device(system: SystemConfig) -> torch.device:
         torch.set_num_threads(system.threads)
     if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count, number = torch.cuda.device_count(), system.device_id
     if not torch.cuda.is_available():
         raise UsageError("system.device is cuda, but torch sees no CUDA device", "use --system.device cpu")
-    if system.device_id >= count:
-        raise UsageError(f"system.device_id is {system.device_id}, but there are {count} CUDA devices, from 0 on")
-    device = torch.device("cuda", system.device_id)
+    if is_worker():
+        if number:
+            raise UsageError("system.device_id is for one process; the workers of a launch take a device each")
+        if local_rank() >= count:
+            raise UsageError(f"worker {local_rank()} of this machine has no device: there are {count}")
+        number = local_rank()
+    if number >= count:
+        raise UsageError(f"system.device_id is {number}, but there are {count} CUDA devices, from 0 on")
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 
@@ -135,8 +155,11 @@ def check_tokens(model: Model, tokenizer: Tokenizer) -> None:
         )
 
 
-def _loaded(config: Config, folder: Path, device: torch.device, tokenizer: Tokenizer, console: Console) -> Model:
-    model = load_model(folder, device, DTYPES[config.training.precision], _execution(config))
+def _loaded(
+    config: Config, folder: Path, builder: Builder, execution: Execution, tokenizer: Tokenizer, console: Console
+) -> Model:
+    dtype = COMPUTED_IN[config.training.precision]
+    model = load_model(folder, builder.device, dtype, execution, builder, tokenizer.size)
     if config.model.depth is not None:
         wanted = decoder_config(config.model, rows_for(tokenizer.size), config.data.context_length)
         if not isinstance(model, Native) or wanted != model.module.config:
@@ -156,13 +179,13 @@ def _loaded(config: Config, folder: Path, device: torch.device, tokenizer: Token
     return model
 
 
-def _new(config: Config, device: torch.device, tokenizer: Tokenizer, console: Console) -> Model:
+def _new(config: Config, builder: Builder, execution: Execution, tokenizer: Tokenizer, console: Console) -> Model:
     if config.model.implementation == "fallback":
         raise UsageError("a new model is native, and model.implementation is fallback", "leave out one of them")
     hf_config = _new_hf_config(config, tokenizer)
     std = init_std(config.model, config.model.width or 64 * (config.model.depth or 0))
-    dtype = DTYPES[config.training.precision]
-    model = new_model(hf_config, std, config.training.seed, device, dtype, _execution(config))
+    dtype = COMPUTED_IN[config.training.precision]
+    model = new_model(hf_config, std, config.training.seed, builder.device, dtype, execution, builder)
     console.say(f"new model: {model.describe()}, init std {std:.4f}")
     return model
 
@@ -172,9 +195,22 @@ def _new_hf_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     return new_hf_config(config.model, rows, config.data.context_length) | _marks(tokenizer)
 
 
-def _execution(config: Config) -> Execution:
+def _execution(config: Config, place: Place) -> Execution:
     model = config.model
+    if place.mesh is not None and model.compile == "whole":
+        raise UsageError(
+            "model.compile whole is for a model that lies in one piece, and FSDP2 gathers it block by block",
+            "use --model.compile block",
+        )
+    if place.layout.tp > 1 and model.compile != "none":
+        raise UsageError(
+            "model.compile does not go with parallel.tp: compiled by torch, blocks whose matrices are shared out "
+            "trained wrong without a word",
+            "leave out one of them",
+        )
     return Execution(
+        tp=place.layout.tp,
+        pp=place.layout.pp,
         implementation=model.implementation,
         attention=model.attention,
         packed=config.data.packing,

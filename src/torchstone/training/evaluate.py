@@ -16,6 +16,7 @@ from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import NumbersError
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
+from torchstone.parallel.running import Runner
 from torchstone.training.step import mean_loss
 
 QUESTIONS_AT_A_TIME = 64
@@ -42,7 +43,7 @@ def evaluate_file(
     everything = np.arange(len(data.train))
     size = data.batching.global_batch_size
     batches = (data.step_batch(data.train, everything[at : at + size], at) for at in range(0, len(everything), size))
-    loss, tokens = mean_loss(model.module, batches, data.packed, device)
+    loss, tokens = mean_loss(Runner(model, device, data.packed), batches)
     if not math.isfinite(loss):
         raise NumbersError(f"{path}: the loss is {loss}", "the model's weights are no longer numbers to compute with")
     found: dict[str, Any] = {"data": path, "loss": loss, "tokens": tokens, "samples": len(everything)}

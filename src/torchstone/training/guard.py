@@ -7,19 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchstone.errors import NumbersError, OutOfMemoryError
+from torchstone.parallel.running import Runner
 
 
-def check_numbers(step: int, loss: float, grad_norm: float, module: nn.Module) -> None:
+def check_numbers(step: int, loss: float, grad_norm: float, runner: Runner) -> None:
+    """Loss and norm are the same on all ranks, so all of them stop here, or none."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
-    bad = [
+    here = [
         name
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None and not parameter.grad.isfinite().all()
+        for name, parameter in runner.model.named_parameters()
+        if parameter.grad is not None and not _is_finite(parameter.grad)
     ]
+    bad = list(dict.fromkeys(name for names in runner.place.gather(here) for name in names))
     found = (
         f"{len(bad)} gradients are not finite, the first {', '.join(bad[:3])}" if bad else "all gradients are finite"
     )
@@ -27,6 +31,11 @@ def check_numbers(step: int, loss: float, grad_norm: float, module: nn.Module) -
         f"step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}; stopped before they reached the weights",
         f"{found}; try a lower --optim.learning_rate, a longer --optim.warmup_steps, or --training.precision fp32",
     )
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(local.isfinite().all())
 
 
 @contextmanager

@@ -26,6 +26,8 @@ from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import learning_rate
+from torchstone.parallel.mesh import Place
+from torchstone.parallel.running import Runner
 from torchstone.training.guard import memory_guard
 from torchstone.training.length import Length, crossed
 from torchstone.training.state import Progress
@@ -35,20 +37,29 @@ from torchstone.training.stop import StopRequest, listen
 
 @dataclass
 class Run:
-    """Everything a run consists of. Callbacks get it; `run.stop("why")` ends it after the step in hand."""
+    """Everything a run consists of. Callbacks get it; `run.stop("why")` on any rank ends it after the step in hand."""
 
     config: Config
     model: Model
     tokenizer: Tokenizer
     data: RunData
     optimizer: torch.optim.Optimizer
-    device: torch.device
+    runner: Runner
     length: Length
     progress: Progress
     console: Console
     saved_with: dict[str, Any]
     checkpoint: Path | None = None
     request: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def device(self) -> torch.device:
+        return self.runner.device
+
+    @property
+    def place(self) -> Place:
+        """Which of the run's processes this one is; `run.place.is_main` is true on the first."""
+        return self.runner.place
 
     @property
     def output_dir(self) -> Path:
@@ -61,13 +72,18 @@ class Run:
     def stop(self, reason: str) -> None:
         self.request.stop(reason)
 
+    def is_stopping(self) -> bool:
+        """Whether the ranks agree that it is to end; all of them have to ask."""
+        return self.request.settle(self.place)
+
 
 class Interrupted(Exception):
     """A signal came during validation."""
 
 
 class Callback:
-    """Override what you want to see. Return values are ignored; `run.stop(reason)` ends the run."""
+    """Override what you want to see. Every rank calls its own. Return values are ignored; `run.stop(reason)` ends the
+    run."""
 
     def on_start(self, run: Run) -> None: ...
 
@@ -93,10 +109,10 @@ class Outcome:
 
 def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Trains to the end of the run. A signal saves and raises `StoppedBySignal`."""
-    metrics = MetricsFile(run.output_dir / "metrics.jsonl", run.progress.step)
+    metrics = MetricsFile(run.output_dir / "metrics.jsonl", run.progress.step, written=run.place.is_main)
     if metrics.removed:
         run.console.say(f"metrics.jsonl: cut {metrics.removed} lines after step {run.progress.step}")
-    run.model.module.train()
+    run.model.train()
     run.console.begin(run.length.steps, run.progress.step)
     for callback in callbacks:
         callback.on_start(run)
@@ -118,15 +134,19 @@ def _steps(run: Run, callbacks: Sequence[Callback], metrics: MetricsFile) -> Out
         run.progress.owed = None
         _after_step(run, callbacks, metrics, before, done)
     began = time.perf_counter()
-    for batch in run.data.batches(run.config, run.progress.samples, run.length.samples):
-        if run.request or run.progress.step == run.length.steps:
+    for batch in run.data.batches(
+        run.config, run.progress.samples, run.length.samples, run.place.data_rank, run.place.data_ranks
+    ):
+        if run.is_stopping() or run.progress.step == run.length.steps:
             break
         before = replace(run.progress)
         done = _one_step(run, batch, began)
         for callback in callbacks:
             callback.on_step(run, done)
+        run.is_stopping()
         _after_step(run, callbacks, metrics, before, done)
         began = time.perf_counter()
+    run.is_stopping()
     if run.request.signal is not None:
         _stop_by_signal(run, callbacks)
     return Outcome(run.progress.step, run.checkpoint, done.get("loss"), done.get("val_loss"), run.request.reason)
@@ -139,6 +159,7 @@ def _after_step(
     if _validation_due(run, before):
         try:
             values["val_loss"] = _validate(run, callbacks)
+            run.is_stopping()
         except Interrupted:
             run.progress.owed = {"values": values, "before": before.to_dict()}
             return
@@ -160,11 +181,9 @@ def _stop_by_signal(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
 
 
 def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
-    progress, optim, module = run.progress, run.config.optim, run.model.module
+    progress, optim = run.progress, run.config.optim
     rate = learning_rate(progress.step, run.length.steps, optim)
-    result = train_step(
-        module, run.optimizer, batch, progress.step + 1, rate, optim.max_grad_norm, run.data.packed, run.device
-    )
+    result = train_step(run.runner, run.optimizer, batch, progress.step + 1, rate, optim.max_grad_norm)
     progress.step += 1
     progress.samples += batch.samples
     progress.tokens += batch.tokens
@@ -177,7 +196,7 @@ def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
         "grad_norm": result.grad_norm,
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,
-        "padding": batch.padding,
+        "padding": result.padding,
         "bad_rows": run.data.counts.bad_rows,
         "dropped_rows": run.data.counts.dropped,
         "truncated_rows": run.data.counts.truncated_long,
@@ -223,12 +242,13 @@ def _checkpoint_due(run: Run, before: Progress, improved: bool) -> bool:
 
 def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
     def batches() -> Iterator[StepBatch]:
-        for batch in run.data.validation_batches():
+        for batch in run.data.validation_batches(run.place.data_rank, run.place.data_ranks):
+            run.is_stopping()
             if run.request.signal is not None:
                 raise Interrupted
             yield batch
 
-    loss, _ = mean_loss(run.model.module, batches(), run.data.packed, run.device)
+    loss, _ = mean_loss(run.runner, batches())
     if not math.isfinite(loss):
         raise NumbersError(
             f"validation after step {run.progress.step}: the loss is {loss}",
@@ -244,9 +264,10 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
 def _save(run: Run, callbacks: Sequence[Callback]) -> None:
     root, when = run.output_dir / CHECKPOINTS, run.config.checkpoint
     state = run.progress.to_dict() | run.saved_with
-    run.checkpoint = save_checkpoint(root, run.progress.step, run.model, run.tokenizer, run.optimizer, state)
+    step, place = run.progress.step, run.place
+    run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, place)
     mark_best_of(run)
-    removed = remove_old(root, when.keep_last)
+    removed = remove_old(root, when.keep_last) if place.is_main else []
     run.console.say(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
     for callback in callbacks:
         callback.on_checkpoint(run, run.checkpoint)
@@ -257,5 +278,5 @@ def mark_best_of(run: Run) -> None:
     root, progress = run.output_dir / CHECKPOINTS, run.progress
     if not run.config.checkpoint.save_best or progress.best_step is None or progress.best_loss is None:
         return
-    if (root / folder_name(progress.best_step)).is_dir():
+    if run.place.is_main and (root / folder_name(progress.best_step)).is_dir():
         mark_best(root, progress.best_step, progress.best_loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchstone.config.schema import Config
 from torchstone.data.loader import RunData
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.observe.console import Console
+from torchstone.parallel.mesh import ALONE, Place
 
 DATA_CHANGED = (
     "the samples are not the same (what the files hold, the tokenizer, its template, what is trained of a row, the "
@@ -22,15 +23,18 @@ DATA_CHANGED = (
 
 
 @contextmanager
-def held(config: Config) -> Iterator[None]:
-    """The output folder, held by this process alone."""
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is training into {folder}", "choose another --output-dir") from None
+def held(config: Config, place: Place = ALONE) -> Iterator[None]:
+    """The output folder, held by this run alone: by the first of its processes."""
+    folder, error = Path(config.output_dir), None
+    with ExitStack() as stack:
+        if place.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / ".lock").open("a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                error = UsageError(f"another process is training into {folder}", "choose another --output-dir")
+        place.together(error)
         yield
 
 

@@ -1,0 +1,196 @@
+"""How the processes of a run share the work: the sizes of the axes, and where this process stands on them.
+
+Four axes, outermost first: `pp` (stages of the layers), `dp_replicate` (copies of the model), `dp_shard` (pieces of one
+copy, gathered when needed), `tp` (pieces of every matrix). Neighbours on the innermost axis talk most, so `tp` takes
+ranks that lie together. Batches are shared out over the two data axes; ranks that differ in pp or tp alone see the same
+rows.
+
+A run of one process that computes in fp32 or pure bf16 needs none of this, and has no mesh. Mixed precision has one
+path, FSDP2's, on a mesh of one as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchstone.config.schema import ParallelConfig
+from torchstone.errors import UsageError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+# A rank may wait this long for another: as long as reading a large model from a slow disk takes.
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the axes."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        named = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " x ".join(named) or "one process"
+
+
+def layout_of(parallel: ParallelConfig, world_size: int) -> Layout:
+    """The axes' sizes for so many processes: those given, and `dp_shard` from what is left of them.
+
+    Copies are made only where they are asked for: to shard costs a little traffic and saves the memory.
+    """
+    given = {axis: getattr(parallel, axis) for axis in AXES}
+    fixed = math.prod(size for size in given.values() if size is not None)
+    words = " x ".join(f"{axis} {size}" for axis, size in given.items() if size is not None and size > 1) or "1"
+    if world_size % fixed or (given["dp_shard"] is not None and fixed != world_size):
+        raise UsageError(
+            f"the parallel sizes do not fit {world_size} process{'es' if world_size > 1 else ''}: {words} = {fixed}",
+            _sizes_that_fit(given, fixed, world_size),
+        )
+    given["dp_shard"] = given["dp_shard"] or world_size // fixed
+    return Layout(**given)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands. Without a mesh it is alone."""
+
+    layout: Layout = Layout()
+    rank: int = 0
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return self.on("dp_replicate") * self.layout.dp_shard + self.on("dp_shard")
+
+    def on(self, axis: str) -> int:
+        """This process's number on an axis."""
+        return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
+
+    @cached_property
+    def data_mesh(self) -> DeviceMesh:
+        """Of FSDP2: copies by pieces, or pieces alone."""
+        assert self.mesh is not None
+        return self.mesh["dp_shard"] if self.layout.dp_replicate == 1 else self.mesh["dp_replicate", "dp_shard"]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of each rank's `values`, the same bits on all."""
+        if self.mesh is not None:
+            dist.all_reduce(values)
+        return values
+
+    def agree(self, value: int) -> int:
+        """The largest of the ranks' numbers."""
+        if self.mesh is None:
+            return value
+        # On the CPU: a device need not be waited for.
+        number = torch.tensor([value])
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in their order; small things, pickled."""
+        if self.mesh is None:
+            return [value]
+        found: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        self.agree(0)
+
+    def together(self, error: Exception | None) -> None:
+        """An error on one rank becomes one on all, so that none waits for a rank that has given up."""
+        errors = [(rank, found) for rank, found in enumerate(self.gather(error)) if found is not None]
+        if errors:
+            raise errors[0][1]
+
+
+ALONE = Place()
+
+
+@contextmanager
+def opened(parallel: ParallelConfig, device: torch.device, mixed: bool) -> Iterator[Place]:
+    """This process's place among those that torchrun, or the like, has started."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = layout_of(parallel, world_size)
+    if world_size == 1 and not mixed:
+        yield ALONE
+        return
+    begun = not dist.is_initialized()
+    if begun:
+        _begin(world_size, device)
+    sizes = tuple(getattr(layout, axis) for axis in AXES)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    try:
+        yield Place(layout, dist.get_rank(), mesh)
+    finally:
+        # Among several it stays, for the next run of these processes: to meet again they would need another port.
+        if begun and world_size == 1:
+            dist.destroy_process_group()
+    if begun and world_size > 1:
+        atexit.register(dist.destroy_process_group)
+
+
+def is_worker() -> bool:
+    """Whether somebody has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def local_rank() -> int:
+    """This process's number on its machine, and so which of its devices is meant."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _begin(world_size: int, device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+
+
+def _sizes_that_fit(given: dict[str, int | None], fixed: int, world_size: int) -> str:
+    """What could be asked for instead."""
+    told = [axis for axis, size in given.items() if size is not None and size > 1]
+    for axis in reversed(told):
+        others = fixed // (given[axis] or 1)
+        if world_size % others == 0 and axis != "dp_shard":
+            room = world_size // others if given["dp_shard"] is None else None
+            fitting = [size for size in range(1, world_size + 1) if room is not None and room % size == 0]
+            if fitting:
+                return f"parallel.{axis} could be {', '.join(map(str, fitting))}; or start {fixed} processes"
+            return f"parallel.{axis} could be {world_size // others}; or start {fixed} processes"
+    if given["dp_shard"] is not None:
+        return f"leave out parallel.dp_shard, which follows from the others; or start {fixed} processes"
+    return f"start a multiple of {fixed} processes"
