@@ -276,6 +276,17 @@ def test_a_layout_that_the_model_does_not_allow_is_found_before_processes_start(
     with pytest.raises(UsageError, match="3 pipeline stages are more than the model's 2 layers"):
         api.check_layout(load_config(overrides=settings(parallel__pp=3)), 3)
     api.check_layout(load_config(overrides=settings(parallel__pp=2, parallel__tp=2)), 8)
+    folder = make_model(
+        root / "three", "llama", "grouped", num_attention_heads=6, hidden_size=48, num_key_value_heads=3
+    )
+    named = {key: value for key, value in settings(parallel__tp=4).items() if not key.startswith("model.")}
+    with pytest.raises(UsageError, match="does not divide the model's 6 attention heads"):
+        api.check_layout(load_config(overrides=named | {"model.path": str(folder)}), 4)
+    # A run has a config.json too, which is not a model's.
+    run = root / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    api.check_layout(load_config(overrides=named | {"model.path": str(run)}), 4)
 
 
 def grown(folder: str, tokens: int, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:

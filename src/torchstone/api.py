@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchstone.checkpoint.export import export_model
-from torchstone.checkpoint.load import resolve_model_folder
+from torchstone.checkpoint.load import is_model_folder, resolve_model_folder
 from torchstone.config.load import from_dict, load_config, to_dict
 from torchstone.config.schema import Config, Device, Dtype, Job, SystemConfig
 from torchstone.data.inspect import inspect_sources
@@ -79,13 +79,14 @@ def check_layout(config: Config, world_size: int) -> None:
     if config.model.path is None:
         # Neither the vocabulary nor the rows have a say in it.
         shape = decoder_config(config.model, vocab_size=8, context_length=8)
-    elif (Path(config.model.path) / "config.json").is_file():
+    elif is_model_folder(Path(config.model.path)):
         try:
             _, _, shape = read_shape(Path(config.model.path))
         except NotNative:
             check_fallback_execution(Execution(tp=layout.tp, pp=layout.pp))
             return
     else:
+        # A run, whose checkpoint is yet to be chosen and checked.
         return
     check_shape(shape, layout, config.parallel)
 

@@ -1,7 +1,8 @@
 """The native decoder against Transformers, family by family: logits, gradients, weights after steps, resized rows.
 
 Every family has several tiny random shapes (tests/tiny_families.py). Run as a script it prints the largest differences
-seen, one JSON line a shape: `python tests/training/test_custom_modeling.py`.
+seen, one JSON line a shape: `python tests/training/test_custom_modeling.py`. Shared out over processes the same is in
+test_layouts.py; resized embeddings and the tables of heads there, in tests/test_parallel.py.
 """
 
 from __future__ import annotations

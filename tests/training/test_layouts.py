@@ -48,6 +48,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], bool]]] = {
 }
 
 
+# Llama runs fused in all of them, the others where matrices are cut in a way of their own.
+FUSED_IN_ALL = ("zero 3", "tp 2 + sequence", "pp 2", "dp 2 x tp 2", "tp 2 x pp 2", "dp 2 x tp 2 x pp 2")
+
+
 def model_of(root: Path, family: str, layers: int) -> Path:
     """A tiny model with two key/value heads, and beside it the reference's course on it."""
     folder = root / f"{family}-{layers}"
@@ -71,7 +75,7 @@ def cases_of(root: Path, family: str, processes: int) -> list[Case]:
         # Rows of many shapes make tensor parallelism slow: one family is enough for them.
         packed = packed or (family != "llama" and "tp" in sizes)
         found.append(Case(name, folder, sizes, (), packed, free_running=processes < 32))
-        if processes < 32:
+        if processes < 32 and (family == "llama" or name in FUSED_IN_ALL):
             found.append(Case(f"{name}, fused", folder, sizes, FUSED, packed, free_running=False))
     return found
 
@@ -94,7 +98,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("processes", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_custom_modeling_matches_original(family: str, processes: int, root: Path) -> None:
-    assert len(compared(root, family, processes)) == len(LAYOUTS[processes]) * (1 if processes == 32 else 2)
+    assert compared(root, family, processes).keys() >= {name for name, _, _ in LAYOUTS[processes]}
 
 
 if __name__ == "__main__":

@@ -52,13 +52,18 @@ def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None], plac
     return None
 
 
+def is_model_folder(folder: Path) -> bool:
+    """A Hugging Face folder or a checkpoint; the config.json of a run is another thing."""
+    return (folder / "config.json").is_file() and not (folder / CHECKPOINTS).is_dir()
+
+
 def resolve_model_folder(path: str, place: Place = ALONE) -> Path:
     """What a model path means: a Hugging Face folder, a checkpoint, or a run (its best checkpoint, else its newest)."""
     folder = Path(path)
     root = folder / CHECKPOINTS
     if (folder / "metrics.jsonl").is_file() and not manifest.list_checkpoints(root):
         raise UsageError(f"{folder} is a run without a checkpoint")
-    if (folder / "config.json").is_file() and not root.is_dir():
+    if is_model_folder(folder):
         if (folder / manifest.MANIFEST).is_file():
             manifest.verify(folder, place)
         return folder

@@ -121,7 +121,7 @@ class Pipeline:
         ids, labels, positions, doc_ids = (torch.cat(parts).to(self.device) for parts in zip(*even, strict=True))
         inputs = {"positions": positions, "labels": labels} | ({"doc_ids": doc_ids} if packed else {})
         first = (ids,) if 0 in self.stages else ()
-        schedule = self._schedule(rows, width, len(even))
+        schedule = self._schedule(rows, width, len(even), scale is not None)
         self._found = []
         if scale is None:
             with torch.no_grad():
@@ -132,10 +132,11 @@ class Pipeline:
             self._sum_tied_gradients()
         return sum(self._found, torch.zeros((), dtype=torch.float64, device=self.device))
 
-    def _schedule(self, rows: int, width: int, count: int) -> _PipelineSchedule:
+    def _schedule(self, rows: int, width: int, count: int, training: bool) -> _PipelineSchedule:
+        """Its stages prepare what they need the first time they run, so that validation has schedules of its own."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-        key = (rows, width, count)
+        key = (rows, width, count, training)
         if key in self._schedules:
             # The one used last is the last to go.
             self._schedules[key] = self._schedules.pop(key)
