@@ -177,6 +177,26 @@ class TestPrecedence:
         config = load_config(preset="demo-chat", overrides={"model.depth": 3, "model.tokenizer": "demo:tokenizer"})
         assert (config.model.path, config.model.depth) == (None, 3)
 
+    @pytest.mark.parametrize(
+        ("file", "flags", "expected"),
+        [
+            ("grad_accum_nums: 4", {}, (None, 4)),
+            ("grad_accum_steps: null", {}, (8, None)),
+            ("{grad_accum_steps: 4, global_batch_size: 32}", {}, (32, 4)),
+            ("grad_accum_steps: 4", {"training.global_batch_size": 16}, (16, None)),
+            ("global_batch_size: 64", {"training.grad_accum_steps": 2}, (None, 2)),
+            ("grad_accum_steps: 4", {"training.global_batch_size": None}, (None, 4)),
+            ("batch_size: 2", {}, (8, None)),
+        ],
+    )
+    def test_the_micro_steps_take_back_the_global_batch_of_an_earlier_source_and_the_other_way_round(
+        self, tmp_path: Path, file: str, flags: dict[str, object], expected: tuple[int | None, int | None]
+    ) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_text(f"training:\n  {file}\n")
+        training = load_config(path, "debug", flags).training
+        assert (training.global_batch_size, training.grad_accum_steps) == expected
+
     def test_path_and_depth_in_one_place_are_refused(self) -> None:
         assert "model.depth shapes a new model" in message(model__path="x")
 

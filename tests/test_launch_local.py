@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from torchstone.errors import UsageError
-from torchstone.launch import local
-from torchstone.launch.local import TORCHRUN, joined, run_workers
+from torchstone.launch import local, supervise
+from torchstone.launch.local import Launch
+from torchstone.launch.nodes import TORCHRUN
 
 # What every worker below begins with.
 BEGIN = """
@@ -52,8 +52,8 @@ if rank == 0:
 """
 LAUNCH = """
 import json, sys
-from torchstone.launch.local import run_workers
-sys.exit(run_workers(**json.loads(sys.argv[1])))
+from torchstone.launch.local import Launch, run_workers
+sys.exit(run_workers(Launch(**json.loads(sys.argv[1]))))
 """
 
 
@@ -71,6 +71,10 @@ def survive_signals() -> Iterator[dict[int, Any]]:
     yield {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def run_workers(command: list[str], nproc: int, threads: int | None = None, **options: Any) -> int:
+    return local.run_workers(Launch(command, nproc, threads=threads, **options))
 
 
 def command(script: str, folder: Path) -> list[str]:
@@ -146,7 +150,7 @@ sys.exit({code}) if rank == 1 else time.sleep(100)
     began = time.monotonic()
     assert run_workers(command(script, tmp_path), 2) == code
     assert time.monotonic() - began < 25
-    assert capfd.readouterr() == ("", f"error: worker 1 ended with exit code {code}\n")
+    assert capfd.readouterr() == ("", f"error: rank 1 failed first: ended with exit code {code}\n")
     assert all(gone(pid) for pid in ready(tmp_path))
 
 
@@ -161,7 +165,7 @@ say("child", str(subprocess.Popen(["sleep", "100"]).pid))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert run_workers(command(script, tmp_path), 2) == 7
-    assert capfd.readouterr().err == "error: worker 1 was killed by SIGKILL\n"
+    assert capfd.readouterr().err == "error: rank 1 failed first: was killed by SIGKILL\n"
     assert gone(int((tmp_path / "child").read_text()))
 
 
@@ -177,13 +181,13 @@ wait_for(lambda: not Path("/proc", (folder / "pid").read_text()).exists())
 os._exit(42)
 """
     assert run_workers(command(script, tmp_path), 2) == 41
-    assert capfd.readouterr().err == "error: worker 1 ended with exit code 41\n"
+    assert capfd.readouterr().err == "error: rank 1 failed first: ended with exit code 41\n"
 
 
 def test_after_a_failure_the_others_do_not_get_the_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "FAILURE_GRACE", 0.5)
+    monkeypatch.setattr(supervise, "FAILURE_GRACE", 0.5)
     script = """
 signal.signal(signal.SIGTERM, lambda *_: say("asked"))
 say(f"ready-{rank}", str(os.getpid()))
@@ -194,7 +198,7 @@ say(f"ready-{rank}", str(os.getpid()))
     assert time.monotonic() - began < 25
     assert (tmp_path / "asked").exists()
     assert all(gone(pid) for pid in ready(tmp_path))
-    assert capfd.readouterr().err == "error: worker 1 ended with exit code 5\n"
+    assert capfd.readouterr().err == "error: rank 1 failed first: ended with exit code 5\n"
 
 
 def test_a_worker_that_saved_of_itself_gives_the_others_time_to_save(tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_where_a_worker_had_to_be_killed_the_run_is_not_called_saved(
 ) -> None:
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay('ready-1')\ntime.sleep(30)"
     assert run_workers(command(FIRST_SAVED + deaf, tmp_path), 2, save_grace=0.5) == 7
-    assert capfd.readouterr().err == "error: worker 1 did not end in time and was killed\n"
+    assert capfd.readouterr().err == "error: rank 1 failed first: did not end in time and was killed\n"
 
 
 def test_sigterm_to_the_command_lets_all_workers_save_and_leaves_none(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_a_second_interrupt_does_not_wait_for_the_save(
     survive_signals: dict[int, Any],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(local, "FAILURE_GRACE", 0.5)
+    monkeypatch.setattr(supervise, "FAILURE_GRACE", 0.5)
     again = """
 if rank == 1:
     def stop(number, frame):
@@ -261,7 +265,7 @@ if rank == 1:
     began = time.monotonic()
     assert run_workers(command(script, tmp_path), 2) == 7
     assert time.monotonic() - began < 25
-    assert capfd.readouterr().err == "error: worker 1 did not end in time and was killed\n"
+    assert capfd.readouterr().err == "error: rank 1 failed first: did not end in time and was killed\n"
     assert all(gone(pid) for pid in ready(tmp_path))
 
 
@@ -296,20 +300,136 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
         run_workers([str(tmp_path / "no-such-program")], 2)
 
 
-def test_torchruns_variables_make_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not joined()
-    for name in TORCHRUN:
-        monkeypatch.setenv(name, "1")
-    assert joined()
-
-
-def test_some_of_torchruns_variables_are_an_error_that_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    with pytest.raises(UsageError, match="has RANK, WORLD_SIZE, MASTER_PORT but not LOCAL_RANK, MASTER_ADDR"):
-        joined()
-
-
 def test_importing_does_not_import_torch() -> None:
     check = "import sys, torchstone.launch.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+class TestRestarts:
+    """Workers that note each of their starts, and end as told."""
+
+    NOTE = "say(f'{rank}-{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}')\n"
+
+    def starts(self, folder: Path) -> list[str]:
+        return sorted(file.name for file in folder.iterdir())
+
+    def test_a_failure_starts_all_again_as_often_as_allowed(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        script = self.NOTE + "n = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nif rank == 1: sys.exit(40 + n)\n"
+        assert run_workers(command(script + "time.sleep(30)", tmp_path), 2, max_restarts=1) == 41
+        assert self.starts(tmp_path) == ["0-0", "0-1", "1-0", "1-1"]
+        assert capfd.readouterr().err == (
+            "error: rank 1 failed first: ended with exit code 40\nrestart 1 of 1, from the last whole checkpoint\n"
+            "error: rank 1 failed first: ended with exit code 41\n"
+        )
+
+    def test_another_start_that_ends_well_is_well(self, tmp_path: Path) -> None:
+        script = self.NOTE + "sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
+        assert run_workers(command(script, tmp_path), 2, max_restarts=3) == 0
+        assert {name[2:] for name in self.starts(tmp_path)} == {"0", "1"}
+
+    def test_the_same_end_at_the_same_step_is_taken_for_bad_luck_twice(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run_workers(command(self.NOTE + "sys.exit(5)", tmp_path), 1, max_restarts=9) == 5
+        assert self.starts(tmp_path) == ["0-0", "0-1", "0-2"]
+        assert capfd.readouterr().err.splitlines()[-2:] == [
+            "not restarted: it has failed 3 times in the same way at step 0",
+            "error: rank 0 failed first: ended with exit code 5",
+        ]
+
+    @pytest.mark.parametrize("code", [2, 3, 6, 75])
+    def test_what_would_end_so_again_is_not_started_again(self, tmp_path: Path, code: int) -> None:
+        assert run_workers(command(self.NOTE + f"sys.exit({code})", tmp_path), 1, max_restarts=3) == code
+        assert self.starts(tmp_path) == ["0-0"]
+
+    def test_a_signal_is_no_reason_to_start_again(self, tmp_path: Path, survive_signals: dict[int, Any]) -> None:
+        script = self.NOTE + WAIT + "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(30)"
+        assert run_workers(command(script, tmp_path), 1, max_restarts=3) == 75
+        assert "0-1" not in self.starts(tmp_path)
+
+
+class TestPulse:
+    """Workers that know of their post, without torch."""
+
+    BEGIN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from torchstone import post
+from torchstone.errors import NumbersError
+rank = int(os.environ["RANK"])
+post.HERE.take()
+post.HERE.keep_log(Path(sys.argv[1], f"rank-{rank}.log"))
+print("from", rank, flush=True)
+post.enter("computing step 7", 7)
+"""
+
+    def run(self, script: str, folder: Path, **options: Any) -> int:
+        words = [sys.executable, "-c", self.BEGIN + script, str(folder)]
+        return run_workers(words, 2, logs=folder, hang_timeout=1.5, **options)
+
+    def test_a_worker_that_does_not_move_is_named_with_its_phase_and_leaves_its_stack(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        script = """
+def stuck():
+    time.sleep(60)
+if rank == 1:
+    stuck()
+with post.HERE.waiting():
+    time.sleep(60)
+"""
+        assert self.run(script, tmp_path) == 7
+        said = capfd.readouterr().err
+        assert said.startswith("error: rank 1 failed first, while computing step 7: has not moved on for 2 s")
+        assert said.endswith(f"\n  its log: {tmp_path}/rank-1.log\n")
+        log = (tmp_path / "rank-1.log").read_text()
+        assert log.startswith("from 1\n")
+        assert "in stuck" in log
+        assert "in stuck" not in (tmp_path / "rank-0.log").read_text()
+
+    def test_a_worker_that_moves_is_left_alone(self, tmp_path: Path) -> None:
+        script = "for step in range(8, 16):\n    post.enter(f'computing step {step}', step)\n    time.sleep(0.4)\n"
+        assert self.run(script, tmp_path) == 0
+
+    def test_before_the_first_step_there_is_the_time_to_join(self, tmp_path: Path) -> None:
+        script = "time.sleep(3)"
+        words = [
+            sys.executable,
+            "-c",
+            self.BEGIN.replace('post.enter("computing step 7", 7)', "") + script,
+            str(tmp_path),
+        ]
+        assert run_workers(words, 2, logs=tmp_path, hang_timeout=1.5, join_timeout=60) == 0
+        assert run_workers(words, 2, logs=tmp_path, hang_timeout=1.5, join_timeout=1.5) == 7
+
+    def test_the_cause_is_told_from_those_that_lost_contact_of_it(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Rank 0 says that it lost contact, and ends before rank 1, which is still writing down what happened."""
+        script = """
+if rank == 0:
+    os._exit(7)
+error = NumbersError("the loss is not a number")
+post.write_error(error, str(error), 5)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
+time.sleep(5)
+"""
+        assert self.run(script, tmp_path) == 5
+        said = capfd.readouterr().err
+        assert said == (
+            "error: rank 1 failed first, while computing step 7: the loss is not a number\n"
+            f"  its log: {tmp_path}/rank-1.log\n"
+        )
+
+    def test_a_worker_whose_launcher_is_gone_is_asked_to_end(self, tmp_path: Path) -> None:
+        script = "import signal\nsignal.signal(15, lambda *_: (print('asked', flush=True), os._exit(75)))\n"
+        script += "Path(sys.argv[1], f'ready-{rank}').write_text(str(os.getpid()))\ntime.sleep(30)"
+        words = {"command": [sys.executable, "-c", self.BEGIN + script, str(tmp_path)], "nproc": 2}
+        launch = subprocess.Popen([sys.executable, "-c", LAUNCH, json.dumps(words)])
+        pids = ready(tmp_path)
+        launch.kill()
+        launch.wait()
+        assert all(gone(pid) for pid in pids)
+        assert (tmp_path / "rank-1.log").read_text() == "from 1\nasked\n"

@@ -182,7 +182,7 @@ class TestModelTokenizerAlignment:
         )
         outcome = api.train(overrides=given)
         err = capsys.readouterr().err
-        line = f"warning: the tokenizer has {tokenizer.size} tokens, the model {FEW_ROWS} rows: now {rows}"
+        line = f"GPU0:WARNING | the tokenizer has {tokenizer.size} tokens, the model {FEW_ROWS} rows: now {rows}"
         assert err.count(line) == 1
         eos = tokenizer.hf.eos_token_id
         assert f"eos_token_id: the model had 17, the tokenizer has {eos}; the model now has that" in err
@@ -435,14 +435,16 @@ class TestNotes:
         self, settings: Settings, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], line: str
     ) -> None:
         lines = self.said(capsys, settings(**changes))
-        assert [found for found in lines if found.startswith("attention: ")] == [line]
+        assert [found for found in lines if " | attention: " in found] == [f"GPU0:INFO | {line}"]
 
     def test_dropout_that_is_not_computed(
         self, settings: Settings, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = make_llama(tmp_path / "model", tokenizer, attention_dropout=0.1)
         lines = self.said(capsys, from_folder(settings, folder))
-        wanted = "warning: config.json asks for dropout (attention_dropout 0.1): the native decoder trains without"
+        wanted = (
+            "GPU0:WARNING | config.json asks for dropout (attention_dropout 0.1): the native decoder trains without"
+        )
         assert lines.count(wanted) == 1
 
     def test_a_model_that_runs_in_transformers_says_so_and_why(

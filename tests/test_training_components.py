@@ -1,4 +1,4 @@
-"""The parts of a step: loss, gradients, clipping, schedule, groups, metrics, checkpoints, the console."""
+"""The parts of a step: loss, gradients, clipping, schedule, groups, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from torchstone.errors import CheckpointError, DataError, NumbersError, UsageErr
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.model import Model
 from torchstone.models.opening import load_model
-from torchstone.observe.console import Console, Eta, bar_text, clock, step_line
 from torchstone.observe.metrics import MetricsFile, memory_bytes, read_metrics
 from torchstone.optim.build import NATIVE_ROLES, build_optimizer, kind_of
 from torchstone.optim.clip import clip_gradients, squared_norm
@@ -403,45 +402,6 @@ class TestMetrics:
         with mmap.mmap(-1, 50_000_000) as held:
             held.write(b"x" * len(held))
             assert memory_bytes(CPU) - before > 0.8 * len(held)
-
-
-class TestLogging:
-    VALUES = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s": 12345.6}
-
-    def test_a_step_is_one_line(self) -> None:
-        line = step_line(self.VALUES, 100, "5:30")
-        assert line == ("Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,346 | ETA: 5:30")
-        assert step_line(self.VALUES | {"val_loss": 1.5}, 100, "-").endswith("| Validation loss: 1.5000")
-
-    def test_the_bar_has_the_same_in_short(self) -> None:
-        assert bar_text(self.VALUES, 100, "5:30") == "3/100  loss 12.2340  norm 2.76  12,346 tok/s  ETA 5:30"
-
-    def test_time_left_follows_the_pace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        now = iter([100.0, 110.0, 130.0])
-        monkeypatch.setattr("torchstone.observe.console.time.monotonic", lambda: next(now))
-        eta = Eta(101)
-        assert [eta.after(1), eta.after(2), eta.after(4)] == ["-", clock(990), clock(970)]
-
-    @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
-    def test_clock(self, seconds: float, text: str) -> None:
-        assert clock(seconds) == text
-
-    def test_lines_go_to_stderr_at_their_interval(self, capsys: pytest.CaptureFixture[str]) -> None:
-        console = Console("lines", log_every=5)
-        console.begin(12, 0)
-        for step in range(1, 13):
-            console.step(self.VALUES | {"step": step})
-        captured = capsys.readouterr()
-        assert re.findall(r"Step \[(\d+)/12\]", captured.err) == ["1", "5", "10", "12"]
-        assert captured.out == ""
-
-    def test_quiet_is_quiet_but_for_warnings(self, capsys: pytest.CaptureFixture[str]) -> None:
-        console = Console("quiet")
-        console.say("hello")
-        console.begin(1, 0)
-        console.step(self.VALUES)
-        console.warn("careful")
-        assert capsys.readouterr().err.strip() == "warning: careful"
 
 
 class TestCheckpointing:

@@ -7,15 +7,19 @@ outcome = torchstone.train("run.yaml", {"training.max_steps": 100})
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from torchstone import post, signals
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import is_model_folder, resolve_model_folder
 from torchstone.config.load import from_dict, load_config, to_dict
-from torchstone.config.schema import Config, Device, Dtype, Job, SystemConfig
+from torchstone.config.schema import Config, Device, Dtype, Job, ParallelConfig, SystemConfig
 from torchstone.data.inspect import inspect_sources
 from torchstone.data.loader import find_sources, open_source
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
@@ -23,14 +27,15 @@ from torchstone.data.train_tokenizer import Pattern, check_target
 from torchstone.data.train_tokenizer import save as save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as learn_tokenizer
 from torchstone.demo.builtin import data_file
-from torchstone.errors import UsageError
+from torchstone.diagnose import collectives
+from torchstone.diagnose.collectives import LIMIT
 from torchstone.models.execution import Execution, check_fallback_execution
 from torchstone.models.opening import check_folder, load_model
 from torchstone.models.sizing import decoder_config
 from torchstone.models.weights import NotNative, read_shape
 from torchstone.observe.console import Console
 from torchstone.parallel.build import check_shape
-from torchstone.parallel.mesh import layout_of, opened
+from torchstone.parallel.mesh import contact, is_worker, layout_of, opened
 from torchstone.training import run_folder
 from torchstone.training.assemble import assemble, check_rows, check_tokens, open_data, pick_device, tokenizer_path
 from torchstone.training.evaluate import Question, answer, evaluate_file
@@ -49,11 +54,26 @@ def train(
 ) -> Outcome:
     """Trains to the end of the run; starting it again goes on where it was."""
     settings = _settings(config, overrides, preset)
+    with signals.listening(), contact():
+        if is_worker() and not post.HERE.launched and not dist.is_initialized():
+            # Whoever started the ranks has not prepared the data: one process of a host does so now, the others wait
+            # for it, and nobody tokenizes while a group waits for its answers.
+            post.enter("preparing the data")
+            prepare(settings)
+        return _train(settings, callbacks)
+
+
+def _train(settings: Config, callbacks: Sequence[Callback]) -> Outcome:
     device = pick_device(settings.system)
-    mixed = settings.training.precision == "bf16"
-    with opened(settings.parallel, device, mixed) as place, run_folder.held(settings, place):
-        style = settings.observe.console if place.is_main else "none"
-        console = Console(style, settings.observe.log_every_steps)
+    mixed, system = settings.training.precision == "bf16", settings.system
+    # A launcher names the rank that hangs, so it should find it before the others give up waiting for it.
+    patience = timedelta(seconds=system.hang_timeout * (2 if post.HERE.launched else 1))
+    post.enter("joining the other ranks")
+    with ExitStack() as stack:
+        join = timedelta(seconds=system.join_timeout)
+        place = stack.enter_context(opened(settings.parallel, device, mixed, patience, join))
+        stack.enter_context(run_folder.held(settings, place))
+        console = stack.enter_context(run_folder.console_of(settings, place))
         with memory_guard("the model", device):
             run = assemble(settings, console, device, place)
         if place.is_main:
@@ -67,15 +87,15 @@ def train(
         return train_loop(run, callbacks)
 
 
+def leave_group() -> None:
+    """Leaves the process group that `train` has opened; for a process that is about to end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def check_layout(config: Config, world_size: int) -> None:
     """Refuses a layout that does not fit so many processes, or the model, before any is started."""
     layout = layout_of(config.parallel, world_size)
-    devices = torch.cuda.device_count() if config.system.device != "cpu" else 0
-    if 0 < devices < world_size:
-        raise UsageError(
-            f"{world_size} processes need a device each, and there {'is' if devices == 1 else 'are'} {devices}",
-            f"start {devices} at most, or train on the CPU with --system.device cpu",
-        )
     if config.model.path is None:
         # Neither the vocabulary nor the rows have a say in it.
         shape = decoder_config(config.model, vocab_size=8, context_length=8)
@@ -199,6 +219,26 @@ def export(
 ) -> dict[str, Any]:
     """A Hugging Face folder from a run, a checkpoint or another folder, checked by loading it in Transformers."""
     return export_model(source, Path(target), dtype, verify, trust_remote_code)
+
+
+def doctor(device: Device = "auto", limit: float = LIMIT, quiet: bool = False) -> dict[str, Any]:
+    """Tries the collectives between the processes of a launch: `text` for people, `json` for machines, the same on each
+    rank. A rank that does not answer within `limit` seconds, or a wrong value, is an error that names it."""
+    place = pick_device(SystemConfig(device=device))
+    # NCCL ends a process at the group's own limit, before the silent ranks are named.
+    patience, join = timedelta(seconds=limit + 60), timedelta(seconds=limit)
+    post.enter("joining the other ranks")
+    with contact(), opened(ParallelConfig(), place, mixed=True, timeout=patience, join_timeout=join) as here:
+        console = Console("quiet" if quiet else "lines") if here.is_main else Console("none")
+        reports = [collectives.measure(place, limit, console.say)]
+        if place.type == "cuda":
+            # Ranks also agree on small things, over the CPU's backend.
+            reports.append(collectives.measure(torch.device("cpu"), limit, console.say, sizes=()))
+    errors = [str(error) for report in reports if (error := collectives.failure(report)) is not None]
+    return {
+        "text": "\n".join(collectives.as_text(report) for report in reports),
+        "json": {"ok": not errors, "errors": errors, "collectives": [collectives.as_dict(each) for each in reports]},
+    }
 
 
 class Chat:

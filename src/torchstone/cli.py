@@ -11,18 +11,26 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
-from torchstone import __version__
+from torchstone import __version__, post, signals
+from torchstone.atomic import write_text
 from torchstone.config.help import config_table
 from torchstone.config.load import Layers, key_named, read_layers, resolve, split_flags, to_dict
-from torchstone.config.schema import Config, Device, Dtype, Job
-from torchstone.errors import TorchstoneError, UsageError
+from torchstone.config.schema import Config, Device, Dtype, Job, SystemConfig
+from torchstone.errors import NumbersError, TorchstoneError, UsageError
+from torchstone.launch import kubernetes, slurm
+from torchstone.launch.kubernetes import KubernetesJob
+from torchstone.launch.slurm import SlurmJob
+
+if TYPE_CHECKING:
+    from torchstone.launch import starting
 
 app = App(
     name="torchstone",
@@ -34,13 +42,22 @@ app = App(
 )
 tokenizer = App(name="tokenizer", help="Make tokenizers.", help_format="plaintext")
 app.command(tokenizer)
+launch = App(
+    name="launch",
+    help="Write, and submit, what a cluster needs to run a config.",
+    help_format="plaintext",
+    # No --empty-setup and the like.
+    default_parameter=Parameter(negative_iterable=()),
+)
+app.command(launch)
 # The `--section.key VALUE` flags of this call, and what makes a config of all that was said.
 flags: list[tuple[str, str]] = []
 resolver: Callable[[Layers, Job], Config] = resolve
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-TAKE_KEYS = ("train", "prepare", "inspect-data")
+Natural = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+TAKE_KEYS = ("train", "prepare", "inspect-data", "launch")
 KEYS = "Every config key is a flag too: --section.key VALUE. torchstone train --help-keys lists them all."
 
 
@@ -51,6 +68,7 @@ def main(words: list[str] | None = None, resolve_with: Callable[[Layers, Job], C
     """
     global resolver
     resolver = resolve_with
+    post.HERE.take()
     rest, flags[:] = sys.argv[1:] if words is None else words, []
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets its number, not a traceback.
@@ -75,7 +93,13 @@ def main(words: list[str] | None = None, resolve_with: Callable[[Layers, Job], C
         _fail(UsageError(f"{error.filename or 'writing'}: {error.strerror}"))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        sys.exit(130)
+        _leave(130)
+    except Exception as error:
+        if not _is_one_of_several():
+            raise
+        traceback.print_exc()
+        post.write_error(error, f"{type(error).__name__}: {error}", 1)
+        _leave(1)
 
 
 @app.command(help_epilogue=KEYS)
@@ -88,6 +112,11 @@ def train(
     output_dir: str | None = None,
     max_steps: str | None = None,
     nproc: AtLeastOne | None = None,
+    gpus: str | None = None,
+    nnodes: str | None = None,
+    node_rank: Natural | None = None,
+    rdzv_endpoint: str | None = None,
+    max_restarts: Natural | None = None,
     print_config: bool = False,
     help_keys: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -99,7 +128,12 @@ def train(
         debug: The same as --preset debug.
         output_dir: Folder of the run.
         max_steps: Optimizer steps after which the run ends.
-        nproc: Processes to start on this machine; each takes a device where there are any.
+        nproc: Processes to start on this machine; each takes a GPU where there are any.
+        gpus: GPUs of this machine, a process each: all, 0,3, or auto:2 for the two least loaded. By default all.
+        nnodes: Machines that train together, each with this command; 1:4 for as many as come.
+        node_rank: Number of this machine, from 0.
+        rdzv_endpoint: host:port of machine 0, where they meet.
+        max_restarts: How often to start the workers again, from the last checkpoint, when one fails.
         print_config: Show what would run, as JSON, and stop.
         help_keys: List every config key with its meaning and default, and stop.
     """
@@ -112,32 +146,50 @@ def train(
     if print_config:
         _print_json(to_dict(settings))
         return
-    from torchstone.launch import local
+    from torchstone.launch import starting
 
-    if nproc is not None and local.joined():
-        raise UsageError(f"--nproc {nproc} starts processes, but this is one of {os.environ['WORLD_SIZE']} already")
-    if nproc is not None and nproc > 1:
-        _start(settings, nproc)
+    wishes = starting.Wishes(nproc, gpus, nnodes, node_rank, rdzv_endpoint, max_restarts)
+    plan = starting.plan(wishes, settings.system, os.environ)
+    if plan is not None:
+        _start(settings, plan)
         return
-    from torchstone import api
+    if post.HERE.launched:
+        post.HERE.keep_log(Path(settings.output_dir) / "logs" / f"rank-{os.environ['RANK']}.log")
+    with signals.listening():
+        post.enter("importing torch")
+        from torchstone import api
 
-    outcome = api.train(settings)
+        outcome = api.train(settings)
     if outcome.checkpoint is not None and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"done: step {outcome.step}, {outcome.checkpoint}\n")
+        (post.HERE.terminal or sys.stderr).write(f"done: step {outcome.step}, {outcome.checkpoint}\n")
+    if _is_one_of_several():
+        # Libraries with threads of their own may crash a process that is taken down in good order, after all is done.
+        api.leave_group()
+        _leave(0)
 
 
 @app.command(help_epilogue=KEYS)
-def prepare(config: Path | None = None, /, *, preset: str | None = None, as_json: JsonFlag = False) -> None:
+def prepare(
+    config: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    processes: AtLeastOne | None = None,
+    as_json: JsonFlag = False,
+) -> None:
     """Tokenize the data of a config into the cache and stop.
 
     Args:
         config: JSON, YAML or TOML file.
         preset: demo, demo-chat, debug or production.
+        processes: Check first that the parallel sizes fit so many processes, and the model.
         as_json: Print what was found as JSON.
     """
-    settings = _settings(config, preset, None, None, "data")
+    settings = _settings(config, preset, None, None, "data" if processes is None else "train")
     from torchstone import api
 
+    if processes is not None:
+        api.check_layout(settings, processes)
     found = api.prepare(settings)
     _show(found, as_json)
 
@@ -216,6 +268,86 @@ def tokenizer_train(
         pattern, min_frequency, max_bytes, skip_bad_rows, cache_dir, quiet=as_json,
     )  # fmt: skip
     _show(found if as_json else _flat(found), as_json)
+
+
+@launch.command(name="slurm", help_epilogue=KEYS)
+def launch_slurm(
+    job: Annotated[SlurmJob, Parameter(name="*")],
+    *,
+    output: Path | None = None,
+    submit: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Write a batch script that trains a config on SLURM, saves before its time is over and queues itself again.
+
+    Args:
+        output: File to write; without it the script is printed, or submitted as NAME.sbatch.
+        submit: Hand the file to sbatch and print the number of the job.
+    """
+    file = output or (Path(f"{job.name}.sbatch") if submit else None)
+    _write(job.text(_keys_for_train(job.config)), file)
+    if submit and file is not None:
+        sys.stdout.write(slurm.submit(file) + "\n")
+
+
+@launch.command(name="kubernetes", help_epilogue=KEYS)
+def launch_kubernetes(
+    job: Annotated[KubernetesJob, Parameter(name="*")],
+    *,
+    output: Path | None = None,
+    submit: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Write a manifest that trains a config on Kubernetes: a TrainJob of Kubeflow Trainer, and the config.
+
+    Args:
+        output: File to write; without it the manifest is printed, or submitted as NAME.yaml.
+        submit: Hand the file to kubectl.
+    """
+    file = output or (Path(f"{job.name}.yaml") if submit else None)
+    _write(job.text(_keys_for_train(job.config)), file)
+    if submit and file is not None:
+        sys.stdout.write(kubernetes.submit(file) + "\n")
+
+
+@app.command
+def doctor(
+    *,
+    nproc: AtLeastOne | None = None,
+    gpus: str | None = None,
+    nnodes: str | None = None,
+    node_rank: Natural | None = None,
+    rdzv_endpoint: str | None = None,
+    device: Device = "auto",
+    limit: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 60.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check that all processes of a launch reach each other, with the right values, and how fast.
+
+    Args:
+        nproc: Processes to start on this machine; each takes a GPU where there are any.
+        gpus: GPUs of this machine, a process each: all, 0,3, or auto:2 for the two least loaded. By default all.
+        nnodes: Machines to check together, each with this command.
+        node_rank: Number of this machine, from 0.
+        rdzv_endpoint: host:port of machine 0, where they meet.
+        device: auto, cpu or cuda.
+        limit: Seconds that one collective may take before the ranks that do not answer are named.
+        as_json: Print JSON, unrounded, and nothing else.
+    """
+    from torchstone.launch import local, starting
+
+    system = SystemConfig(device=device, join_timeout=limit)
+    plan = starting.plan(starting.Wishes(nproc, gpus, nnodes, node_rank, rdzv_endpoint), system, os.environ)
+    if plan is not None:
+        words = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
+        code = local.run_workers(plan.launch([sys.executable, "-m", "torchstone.cli", *words], system, None))
+        sys.exit(code)
+    from torchstone import api
+
+    found = api.doctor(device, limit, quiet=as_json)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(json.dumps(found["json"], indent=2) + "\n" if as_json else found["text"])
+        sys.stdout.flush()
+    if found["json"]["errors"]:
+        raise NumbersError("\n".join(found["json"]["errors"]))
 
 
 @app.command
@@ -331,20 +463,35 @@ def _settings(
     return resolver(read_layers(config, preset, pairs), job)
 
 
-def _start(settings: Config, nproc: int) -> None:
-    """The same command in `nproc` processes, once what only one needs to do is done: checked, and tokenized."""
-    from torchstone import api
+def _start(settings: Config, plan: starting.Plan) -> None:
+    """The same command in several processes, once what only one needs to do is done: checked, and tokenized."""
     from torchstone.launch import local
 
-    api.check_layout(settings, nproc)
-    api.prepare(settings)
     with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(to_dict(settings)))
-        command = [sys.executable, "-m", "torchstone.cli", "train", str(file)]
-        code = local.run_workers(command, nproc, settings.system.threads)
+        command = [sys.executable, "-m", "torchstone.cli"]
+        checked = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
+        code = local.prepare([*command, "prepare", str(file), *checked])
+        if code == 0:
+            logs = Path(settings.output_dir) / "logs"
+            code = local.run_workers(plan.launch([*command, "train", str(file)], settings.system, logs))
     if code:
         sys.exit(code)
+
+
+def _keys_for_train(config: Path) -> list[str]:
+    """The config keys of this call as words for `torchstone train`, once the config is known to be right with them."""
+    _settings(config, None, None, None)
+    return [f"--{key}={value}" for key, value in flags]
+
+
+def _write(text: str, file: Path | None) -> None:
+    if file is None:
+        sys.stdout.write(text)
+        return
+    write_text(file, text)
+    sys.stderr.write(f"wrote {file}\n")
 
 
 def _hint(words: list[str]) -> str:
@@ -379,12 +526,24 @@ def _print_json(value: dict[str, Any]) -> None:
 
 def _fail(error: TorchstoneError) -> None:
     rank = os.environ.get("RANK", "0")
-    sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+    if not post.HERE.launched or post.HERE.terminal is not None:
+        # Otherwise there is no log, and the launcher says it.
+        sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+    post.write_error(error, str(error), error.exit_code)
+    _leave(error.exit_code)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _is_one_of_several():
         # Ranks that wait for this one would have it wait for them, if it ended in good order.
-        os._exit(error.exit_code)
-    sys.exit(error.exit_code)
+        os._exit(code)
+    sys.exit(code)
+
+
+def _is_one_of_several() -> bool:
+    return post.HERE.launched or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 if __name__ == "__main__":

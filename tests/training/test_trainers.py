@@ -502,15 +502,15 @@ class TestCommandLine:
     )
     def test_a_layout_that_does_not_fit_is_refused_with_sizes_that_do(
         self, setting: Setting, flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        capfd: pytest.CaptureFixture[str],
     ) -> None:  # fmt: skip
-        """In this process: none is started."""
+        """By what prepares the data: no worker is started."""
         config = setting.folder / "refused.json"
         config.write_text(json.dumps(setting.overrides("refused")))
         monkeypatch.setattr(sys, "argv", ["torchstone", "train", str(config), "--nproc", "2", *flags])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 2
-        said = capsys.readouterr().err
+        said = capfd.readouterr().err
         assert [word for word in words if word not in said] == [], said
         assert not (setting.folder / "refused").exists()

@@ -33,6 +33,7 @@ ALIASES = {
     "optim.lr": "optim.learning_rate",
     "max_steps": "training.max_steps",
 }
+BATCH = ("training.global_batch_size", "training.grad_accum_steps")
 # How a flag says that a setting has no value.
 NOTHING = ("none", "null")
 NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
@@ -222,13 +223,18 @@ def _collect(found: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting]
 
 
 def _later_wins(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, Setting]:
-    """A model is either loaded or new, so a later source that says the one takes back the other with its shape."""
+    """A model is either loaded or new, so a later source that says the one takes back the other with its shape. So it
+    is with the global batch and the micro-steps, each of which follows from the other.
+    """
     if "model.path" in later:
         loaded = "model.path" in earlier
         dropped = [key for key in NEW_MODEL_KEYS if not (loaded and key == "model.tokenizer")]
         earlier = {key: setting for key, setting in earlier.items() if key not in dropped}
     elif "model.depth" in later:
         earlier = {key: setting for key, setting in earlier.items() if key != "model.path"}
+    for said, follows in (BATCH, BATCH[::-1]):
+        if said in later and not later[said].is_nothing:
+            earlier = {key: setting for key, setting in earlier.items() if key != follows}
     return earlier | later
 
 

@@ -304,17 +304,29 @@ class ObserveConfig:
     console: Literal["auto", "bar", "lines", "quiet"] = "auto"
     """Progress bar, a line a step, or nothing but warnings; auto draws a bar on a terminal and lines elsewhere."""
 
+    ranks: Literal["first", "all"] = "first"
+    """Whose lines are shown where there are several processes; each has all of its own in logs/rank-N.log."""
+
 
 @dataclass(frozen=True)
 class SystemConfig:
     device: Device = "auto"
     """Where to train; auto takes CUDA where there is any."""
 
-    device_id: Natural = 0
-    """Which of the visible CUDA devices."""
+    device_id: Natural | None = None
+    """The one of the visible CUDA devices to train on, in one process; by default all of them, a process each."""
 
     threads: Threads | None = None
     """CPU threads of torch; by default torch's own choice."""
+
+    hang_timeout: Positive = 1800.0
+    """Seconds without a sign of progress after which a worker is taken for hung, and the run for failed."""
+
+    join_timeout: Positive = 3600.0
+    """Seconds that workers and nodes wait for the others to be there when a run starts."""
+
+    save_grace: Positive = 300.0
+    """Seconds that workers have to save when a signal has asked the run to end; then they are killed."""
 
 
 @dataclass(frozen=True)

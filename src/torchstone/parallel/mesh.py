@@ -26,12 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchstone import post
 from torchstone.config.schema import ParallelConfig
-from torchstone.errors import UsageError
+from torchstone.errors import UsageError, WorkerError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 # A rank may wait this long for another: as long as reading a large model from a slow disk takes.
 TIMEOUT = timedelta(minutes=30)
+# And this long for all to be there: their hosts may have data to prepare.
+JOIN_TIMEOUT = timedelta(hours=1)
+# What gloo says when another rank is gone, or does not answer; other backends have types of their own.
+LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ class Place:
     def sum(self, values: Tensor) -> Tensor:
         """The sum of each rank's `values`, the same bits on all."""
         if self.mesh is not None:
-            dist.all_reduce(values)
+            with post.HERE.waiting():
+                dist.all_reduce(values)
         return values
 
     def agree(self, value: int) -> int:
@@ -115,7 +121,8 @@ class Place:
             return value
         # On the CPU: a device need not be waited for.
         number = torch.tensor([value])
-        dist.all_reduce(number, dist.ReduceOp.MAX)
+        with post.HERE.waiting():
+            dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number.item())
 
     def gather(self, value: Any) -> list[Any]:
@@ -123,7 +130,8 @@ class Place:
         if self.mesh is None:
             return [value]
         found: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(found, value)
+        with post.HERE.waiting():
+            dist.all_gather_object(found, value)
         return found
 
     def wait(self) -> None:
@@ -140,8 +148,15 @@ ALONE = Place()
 
 
 @contextmanager
-def opened(parallel: ParallelConfig, device: torch.device, mixed: bool) -> Iterator[Place]:
-    """This process's place among those that torchrun, or the like, has started."""
+def opened(
+    parallel: ParallelConfig,
+    device: torch.device,
+    mixed: bool,
+    timeout: timedelta = TIMEOUT,
+    join_timeout: timedelta = JOIN_TIMEOUT,
+) -> Iterator[Place]:
+    """This process's place among those that a launcher has started. An answer may take `timeout`, the start of the
+    others `join_timeout`."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = layout_of(parallel, world_size)
     if world_size == 1 and not mixed:
@@ -149,7 +164,7 @@ def opened(parallel: ParallelConfig, device: torch.device, mixed: bool) -> Itera
         return
     begun = not dist.is_initialized()
     if begun:
-        _begin(world_size, device)
+        _begin(world_size, device, timeout, join_timeout)
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     try:
@@ -162,6 +177,22 @@ def opened(parallel: ParallelConfig, device: torch.device, mixed: bool) -> Itera
         atexit.register(dist.destroy_process_group)
 
 
+@contextmanager
+def contact() -> Iterator[None]:
+    """A rank that is gone, or a network, becomes an error for people: what failed is to be looked for elsewhere."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(mark in text for mark in LOST):
+            raise
+        said = text.strip().splitlines()[0].split(". ")[0] if text.strip() else type(error).__name__
+        raise WorkerError(
+            f"lost contact with the other ranks: {said}",
+            "another rank has failed (its own log says why), does not answer, or the network is gone",
+        ) from error
+
+
 def is_worker() -> bool:
     """Whether somebody has started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -172,12 +203,31 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _begin(world_size: int, device: torch.device) -> None:
+def _begin(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+    rank, store = 0, dist.HashStore()
+    if world_size > 1:
+        store, rank, _ = next(dist.rendezvous("env://", timeout=join_timeout))
+        # An agent keeps its store when it starts workers again, with the addresses of those that are gone.
+        store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        _await_all(store, rank, world_size, join_timeout)
+        store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _await_all(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Backends have one timeout, of an answer. That all are there takes longer, and who is missing can be said."""
+    keys = [f"here/{number}" for number in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+        raise WorkerError(
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {world_size} did not come within "
+            f"{timeout.total_seconds():g} s",
+            "were they started, and do they reach this machine? --system.join_timeout says how long to wait",
+        ) from None
 
 
 def _sizes_that_fit(given: dict[str, int | None], fixed: int, world_size: int) -> str:

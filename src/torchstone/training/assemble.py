@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchstone import __version__
+from torchstone import __version__, post
 from torchstone.checkpoint.load import (
     find_resume,
     read_state,
@@ -39,7 +40,8 @@ from torchstone.training.state import Progress
 def assemble(config: Config, console: Console, device: torch.device, place: Place = ALONE) -> Run:
     # Ranks that differ in pp or tp alone see the same rows, and have to drop the same of them.
     torch.manual_seed(config.training.seed + place.data_rank)
-    checkpoint = find_resume(Path(config.output_dir), config.checkpoint.resume, console.warn, place)
+    post.enter("looking for a checkpoint")
+    checkpoint = find_resume(Path(config.output_dir), _resume(config), console.warn, place)
     source = checkpoint or (resolve_model_folder(config.model.path, place) if config.model.path else None)
     dtype, execution = COMPUTED_IN[config.training.precision], _execution(config, place)
     if source is not None:
@@ -48,6 +50,7 @@ def assemble(config: Config, console: Console, device: torch.device, place: Plac
     tokenizer = load_tokenizer(named, config.data.chat_template, config.model.trust_remote_code)
     if source is None:
         check_new(_new_hf_config(config, tokenizer), device, dtype, execution)
+    post.enter("opening the data")
     data = open_data(config, tokenizer, console, place)
     identified = identity(config, data)
     progress = Progress()
@@ -55,6 +58,7 @@ def assemble(config: Config, console: Console, device: torch.device, place: Plac
         state = read_state(checkpoint)
         check_identity(state.get("identity", {}), identified, checkpoint)
         progress = Progress.from_dict(state)
+    post.enter("loading the model")
     builder = builder_for(config, place, device)
     if source is not None:
         model = _loaded(config, source, builder, execution, tokenizer, console)
@@ -88,6 +92,12 @@ def assemble(config: Config, console: Console, device: torch.device, place: Plac
     return run
 
 
+def _resume(config: Config) -> str:
+    """A launcher that starts its workers again means to go on, also where the run was to be a new one."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return "auto" if restarted and config.checkpoint.resume == "never" else config.checkpoint.resume
+
+
 def builder_for(config: Config, place: Place, device: torch.device) -> Builder:
     precision = config.training.precision
     if place.mesh is None:
@@ -116,15 +126,16 @@ def pick_device(system: SystemConfig) -> torch.device:
         torch.set_num_threads(system.threads)
     if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    count, number = torch.cuda.device_count(), system.device_id
+    count, number = torch.cuda.device_count(), system.device_id or 0
     if not torch.cuda.is_available():
         raise UsageError("system.device is cuda, but torch sees no CUDA device", "use --system.device cpu")
     if is_worker():
-        if number:
+        if system.device_id is not None:
             raise UsageError("system.device_id is for one process; the workers of a launch take a device each")
-        if local_rank() >= count:
-            raise UsageError(f"worker {local_rank()} of this machine has no device: there are {count}")
-        number = local_rank()
+        # One that sees a single device was given it, by a launcher of ours or by `srun --gpus-per-task`.
+        number = 0 if count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ else local_rank()
+        if number >= count:
+            raise UsageError(f"worker {number} of this machine has no device: there are {count}")
     if number >= count:
         raise UsageError(f"system.device_id is {number}, but there are {count} CUDA devices, from 0 on")
     device = torch.device("cuda", number)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from torchstone import post
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import folder_name
 from torchstone.checkpoint.save import mark_best, remove_old, save_checkpoint
@@ -29,7 +30,7 @@ from torchstone.optim.schedule import learning_rate
 from torchstone.parallel.mesh import Place
 from torchstone.parallel.running import Runner
 from torchstone.training.guard import memory_guard
-from torchstone.training.length import Length, crossed
+from torchstone.training.length import Length, Outlook, crossed
 from torchstone.training.state import Progress
 from torchstone.training.step import mean_loss, train_step
 from torchstone.training.stop import StopRequest, listen
@@ -51,6 +52,10 @@ class Run:
     saved_with: dict[str, Any]
     checkpoint: Path | None = None
     request: StopRequest = field(default_factory=StopRequest)
+    outlook: Outlook = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outlook = Outlook(self.config, self.data, self.length, self.progress)
 
     @property
     def device(self) -> torch.device:
@@ -143,9 +148,12 @@ def _steps(run: Run, callbacks: Sequence[Callback], metrics: MetricsFile) -> Out
         done = _one_step(run, batch, began)
         for callback in callbacks:
             callback.on_step(run, done)
+        post.enter(f"waiting for the other ranks after step {run.progress.step}")
         run.is_stopping()
+        run.outlook.eta.step(time.perf_counter() - began, batch.tokens)
         _after_step(run, callbacks, metrics, before, done)
         began = time.perf_counter()
+        post.enter(f"waiting for the batch of step {run.progress.step + 1}")
     run.is_stopping()
     if run.request.signal is not None:
         _stop_by_signal(run, callbacks)
@@ -164,13 +172,18 @@ def _after_step(
             run.progress.owed = {"values": values, "before": before.to_dict()}
             return
     metrics.write(values)
-    run.console.step(values)
+    run.console.step(values, run.outlook.seconds_left(run.progress))
     if _checkpoint_due(run, before, improved=run.progress.best_step == run.progress.step):
         _save(run, callbacks)
 
 
 def _stop_by_signal(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
     assert run.request.signal is not None
+    if run.progress.step == 0:
+        raise StoppedBySignal(
+            f"stopped by {run.request.signal.name} before the first step: there is nothing to save",
+            "the same command begins again",
+        )
     if run.checkpoint is None or run.checkpoint.name != folder_name(run.progress.step) or run.progress.owed:
         _save(run, callbacks)
     again = "the same command" if run.config.checkpoint.resume != "never" else "--checkpoint.resume auto"
@@ -182,6 +195,7 @@ def _stop_by_signal(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
 
 def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
     progress, optim = run.progress, run.config.optim
+    post.enter(f"computing step {progress.step + 1}", progress.step + 1)
     rate = learning_rate(progress.step, run.length.steps, optim)
     result = train_step(run.runner, run.optimizer, batch, progress.step + 1, rate, optim.max_grad_norm)
     progress.step += 1
@@ -246,31 +260,37 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
             run.is_stopping()
             if run.request.signal is not None:
                 raise Interrupted
+            post.enter(f"validating after step {run.progress.step}")
             yield batch
 
+    began = time.perf_counter()
     loss, _ = mean_loss(run.runner, batches())
     if not math.isfinite(loss):
         raise NumbersError(
             f"validation after step {run.progress.step}: the loss is {loss}",
             "the weights are no longer numbers to train with; go back to an earlier checkpoint and lower the rate",
         )
-    if run.progress.best_loss is None or loss < run.progress.best_loss:
+    improved = run.progress.best_loss is None or loss < run.progress.best_loss
+    if improved:
         run.progress.best_loss, run.progress.best_step = loss, run.progress.step
     for callback in callbacks:
         callback.on_validation(run, loss)
+    run.outlook.validated(time.perf_counter() - began, improved)
     return loss
 
 
 def _save(run: Run, callbacks: Sequence[Callback]) -> None:
-    root, when = run.output_dir / CHECKPOINTS, run.config.checkpoint
+    root, when, began = run.output_dir / CHECKPOINTS, run.config.checkpoint, time.perf_counter()
     state = run.progress.to_dict() | run.saved_with
     step, place = run.progress.step, run.place
+    post.enter(f"saving step {step}")
     run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, place)
     mark_best_of(run)
     removed = remove_old(root, when.keep_last) if place.is_main else []
     run.console.say(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
     for callback in callbacks:
         callback.on_checkpoint(run, run.checkpoint)
+    run.outlook.eta.save(time.perf_counter() - began)
 
 
 def mark_best_of(run: Run) -> None:

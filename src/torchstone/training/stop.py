@@ -1,13 +1,12 @@
-"""SIGTERM and Ctrl-C ask the run to end after the step in hand; a second Ctrl-C ends it at once."""
+"""A signal or a callback's word asks the run to end after the step in hand; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
+from torchstone import signals
 from torchstone.parallel.mesh import ALONE, Place
 
 
@@ -19,7 +18,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.heard: signal.Signals | None = None
+        self.heard = signals.Heard()
         self.said: str | None = None
         self.signal: signal.Signals | None = None
         self.reason: str | None = None
@@ -29,7 +28,7 @@ class StopRequest:
 
     def settle(self, place: Place = ALONE) -> bool:
         """Whether to end. Every rank has to ask at the same point."""
-        agreed = place.agree(2 * int(self.heard or 0) + (self.said is not None))
+        agreed = place.agree(2 * int(self.heard.signal or 0) + (self.said is not None))
         if agreed >= 2:
             self.signal = self.signal or signal.Signals(agreed // 2)
         if agreed % 2:
@@ -42,19 +41,10 @@ class StopRequest:
 
 @contextmanager
 def listen(request: StopRequest) -> Iterator[None]:
-    """Sets `request.heard` when a signal comes. Outside the main thread Python allows no handlers, and none are set."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if request.heard is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        request.heard = signal.Signals(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """While the run trains: a signal is noted, for the ranks to settle on."""
+    with signals.listening() as heard:
+        request.heard, heard.deferred = heard, True
+        try:
+            yield
+        finally:
+            heard.deferred = False

@@ -1,0 +1,383 @@
+"""What a process is, told from the variables that schedulers really set; the dictionaries are theirs, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchstone.errors import UsageError
+from torchstone.launch.nodes import Nodes, hosts, idle_nodes, nodes, worker_variables
+
+TORCHRUN = {
+    "GROUP_RANK": "1",
+    "LOCAL_RANK": "2",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "43211",
+    "OMP_NUM_THREADS": "1",
+    "RANK": "6",
+    "ROLE_NAME": "default",
+    "ROLE_RANK": "6",
+    "ROLE_WORLD_SIZE": "8",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": "none",
+    "WORLD_SIZE": "8",
+}
+# sbatch --nodes=4 --ntasks-per-node=1 --gpus-per-node=8: what the batch script itself sees.
+BATCH = {
+    "ENVIRONMENT": "BATCH",
+    "HOSTNAME": "gpu07",
+    "SLURMD_NODENAME": "gpu07",
+    "SLURM_CLUSTER_NAME": "cluster",
+    "SLURM_CPUS_ON_NODE": "64",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_GPUS_PER_NODE": "8",
+    "SLURM_GTIDS": "0",
+    "SLURM_JOBID": "81234",
+    "SLURM_JOB_CPUS_PER_NODE": "64(x4)",
+    "SLURM_JOB_GPUS": "0,1,2,3,4,5,6,7",
+    "SLURM_JOB_ID": "81234",
+    "SLURM_JOB_NAME": "torchstone",
+    "SLURM_JOB_NODELIST": "gpu[07-09,12]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "4",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "gpu[07-09,12]",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_SUBMIT_DIR": "/home/user",
+    "SLURM_TASKS_PER_NODE": "1(x4)",
+    "SLURM_TASK_PID": "4242",
+}
+# srun in that script, on the third node.
+NODE_TASK = BATCH | {
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0xFF",
+    "SLURM_GTIDS": "2",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_SRUN_COMM_HOST": "10.0.0.7",
+    "SLURM_SRUN_COMM_PORT": "39155",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_GPUS": "0,1,2,3,4,5,6,7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_LAUNCHER_PORT": "39155",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}
+# srun --nodes=2 --ntasks=5 in the same job: the last task, alone with another on the second node.
+RANK_TASK = NODE_TASK | {
+    "SLURM_GTIDS": "3,4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NPROCS": "5",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "4",
+    "SLURM_STEPID": "1",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_TASKS_PER_NODE": "3,2",
+}
+SINGLE_TASK = NODE_TASK | {
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NODELIST": "gpu07",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+# salloc --nodes=4 --ntasks-per-node=1, on the login node.
+SALLOC = {
+    name: value
+    for name, value in BATCH.items()
+    if name in ("SLURM_CLUSTER_NAME", "SLURM_JOBID", "SLURM_JOB_CPUS_PER_NODE", "SLURM_JOB_ID", "SLURM_JOB_NODELIST",
+                "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", "SLURM_NNODES", "SLURM_NODELIST", "SLURM_NPROCS",
+                "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_SUBMIT_DIR", "SLURM_TASKS_PER_NODE")
+} | {"SLURM_JOB_NAME": "interactive"}  # fmt: skip
+# The same where LaunchParameters has use_interactive_step: the shell is on the first node of four.
+INTERACTIVE = SALLOC | {
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_PTY_PORT": "41007",
+    "SLURM_PTY_WIN_COL": "120",
+    "SLURM_STEPID": "4294967290",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NODELIST": "gpu07",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+# srun --nodes=2 --pty bash.
+SHELL = RANK_TASK | {
+    "SLURM_JOB_NAME": "bash",
+    "SLURM_PTY_PORT": "41007",
+    "SLURM_PTY_WIN_COL": "120",
+    "SLURM_PTY_WIN_ROW": "40",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_ID": "0",
+}
+# Kubeflow Trainer 2, a TrainJob named llama with two nodes of eight GPUs, on the runtime torch-distributed.
+TRAIN_JOB = {
+    "HOSTNAME": "llama-node-0-1",
+    "JOB_COMPLETION_INDEX": "1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "KUBERNETES_SERVICE_PORT": "443",
+    "PET_MASTER_ADDR": "llama-node-0-0.llama",
+    "PET_MASTER_PORT": "29500",
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "8",
+}
+# Training Operator 1.9, a PyTorchJob with one master and three workers; WORLD_SIZE counts processes, RANK nodes.
+PYTORCH_JOB = {
+    "HOSTNAME": "llama-worker-1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "MASTER_ADDR": "llama-master-0",
+    "MASTER_PORT": "23456",
+    "PET_MASTER_ADDR": "llama-master-0",
+    "PET_MASTER_PORT": "23456",
+    "PET_NNODES": "4",
+    "PET_NODE_RANK": "2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PYTHONUNBUFFERED": "1",
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+}
+# The same with an elasticPolicy and no master.
+ELASTIC_JOB = {
+    "HOSTNAME": "llama-worker-0",
+    "PET_MAX_RESTARTS": "3",
+    "PET_NNODES": "1:4",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ENDPOINT": "llama-worker-0:23456",
+    "PET_RDZV_ID": "llama",
+    "PYTHONUNBUFFERED": "1",
+}
+SKYPILOT = {
+    "SKYPILOT_CLUSTER_INFO": '{"cluster_name": "mine", "cloud": "GCP", "region": "us-central1", "zone": null}',
+    "SKYPILOT_NODE_IPS": "10.128.0.5\n10.128.0.6",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_TASK_ID": "sky-2026-07-06-21-18-31-563597_mine_1",
+}
+
+
+def test_the_variables_of_torchrun_are_taken_as_they_are() -> None:
+    wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert worker_variables(TORCHRUN) == {name: TORCHRUN[name] for name in wanted}
+    # Inside an srun step, too: it is torchrun that started this one.
+    assert (
+        worker_variables(NODE_TASK | TORCHRUN) == worker_variables(TORCHRUN) == worker_variables(RANK_TASK | TORCHRUN)
+    )
+
+
+def test_some_of_torchruns_variables_are_an_error_that_names_the_others() -> None:
+    with pytest.raises(UsageError, match="has RANK, WORLD_SIZE, MASTER_PORT but not LOCAL_RANK, MASTER_ADDR"):
+        worker_variables({"RANK": "1", "WORLD_SIZE": "1", "MASTER_PORT": "1"})
+    with pytest.raises(UsageError, match="has MASTER_ADDR but not"):
+        worker_variables(BATCH | {"MASTER_ADDR": "gpu07"})
+    with pytest.raises(UsageError, match="has RANK, MASTER_ADDR but not"):
+        worker_variables(RANK_TASK | {"MASTER_ADDR": "gpu07", "RANK": "0"})
+
+
+def test_a_task_of_srun_that_shares_its_node_is_a_rank() -> None:
+    found = worker_variables(RANK_TASK)
+    assert found == {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu08",
+        "MASTER_PORT": "22231",
+    }
+    first = RANK_TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert worker_variables(first) == found | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    told = {"MASTER_ADDR": "gpu08-ib", "MASTER_PORT": "29500"}
+    assert worker_variables(RANK_TASK | told) == found | told
+
+
+def test_steps_and_jobs_that_may_meet_on_a_node_use_other_ports() -> None:
+    ports = set()
+    for job in range(81234, 81244):
+        for step in range(10):
+            task = RANK_TASK | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+            ports.add(int((worker_variables(task) or {})["MASTER_PORT"]))
+    assert len(ports) == 100
+    assert min(ports) >= 20000
+    assert max(ports) < 30000
+
+
+def test_a_task_alone_on_its_node_is_a_node() -> None:
+    assert worker_variables(NODE_TASK) is None
+    wanted = Nodes(4, 4, 2, "gpu07:21234", 8, "slurm-81234-0", "SLURM")
+    assert nodes(NODE_TASK) == wanted
+    told = NODE_TASK | {"MASTER_ADDR": "gpu07-ib", "MASTER_PORT": "29500"}
+    assert worker_variables(told) is None
+    assert nodes(told).endpoint == "gpu07-ib:29500"
+    without = {name: value for name, value in NODE_TASK.items() if "GPU" not in name}
+    assert nodes(without).workers is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, BATCH, SALLOC, INTERACTIVE, INTERACTIVE | {"SLURM_STEP_ID": "-6"}, SHELL, SINGLE_TASK],
+    ids=["none", "batch", "salloc", "interactive", "interactive-signed", "shell", "single"],
+)
+def test_outside_a_step_of_several_tasks_this_is_one_machine(environment: Mapping[str, str]) -> None:
+    assert worker_variables(environment) is None
+    assert nodes(environment) == Nodes()
+
+
+def test_srun_from_an_interactive_shell_is_a_step_like_any_other() -> None:
+    inner = NODE_TASK | {"SLURM_JOB_NAME": "interactive", "SLURM_PTY_PORT": "41007"}
+    assert nodes(inner).rank == 2
+    from_bash = RANK_TASK | {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "41007"}
+    assert (worker_variables(from_bash) or {})["RANK"] == "4"
+
+
+def test_nodes_that_nobody_started_on_are_pointed_out() -> None:
+    for environment in (BATCH, SALLOC, SHELL):
+        assert "nodes, and only this one is used" in (idle_nodes(environment) or "")
+    assert [idle_nodes(environment) for environment in ({}, NODE_TASK, RANK_TASK, SINGLE_TASK)] == [None] * 4
+    assert idle_nodes(BATCH | {"SLURM_JOB_NUM_NODES": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("login", ["login"]),
+        ("gpu07,gpu9.cluster", ["gpu07", "gpu9.cluster"]),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
+        ("a[098-101]-ib,b[1,3]", ["a098-ib", "a099-ib", "a100-ib", "a101-ib", "b1", "b3"]),
+    ],
+)
+def test_a_list_of_hosts_is_read_as_slurm_writes_it(text: str, wanted: list[str]) -> None:
+    assert hosts(text) == wanted
+
+
+@given(st.lists(st.tuples(st.sampled_from(["gpu", "n-1-", "x"]), st.sets(st.integers(0, 999), min_size=1)), min_size=1))
+@settings(max_examples=50, deadline=None)
+def test_what_is_folded_into_brackets_unfolds(groups: list[tuple[str, set[int]]]) -> None:
+    text = ",".join(f"{name}[{','.join(f'{number:03d}' for number in sorted(some))}]" for name, some in groups)
+    assert hosts(text) == [f"{name}{number:03d}" for name, some in groups for number in sorted(some)]
+
+
+@pytest.mark.parametrize("text", ["", "gpu[01-", "gpu[]", "gpu[a-b]", "gpu01,,gpu02", "gpu 1", "gpu]1["])
+def test_what_is_no_list_of_hosts_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match="list of hosts"):
+        hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID=x"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "says nothing of node 1"),
+        ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": "", "SLURM_NODELIST": ""}, "no SLURM_STEP_NODELIST or"),
+    ],
+)
+def test_a_task_whose_variables_make_no_sense_is_an_error(changed: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        worker_variables(RANK_TASK | changed)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        (TRAIN_JOB, Nodes(2, 2, 1, "llama-node-0-0.llama:29500", 8, "torchstone", "Kubeflow")),
+        (PYTORCH_JOB, Nodes(4, 4, 2, "llama-master-0:23456", None, "torchstone", "Kubeflow")),
+        (ELASTIC_JOB, Nodes(1, 4, None, "llama-worker-0:23456", 2, "llama", "Kubeflow")),
+        (SKYPILOT, Nodes(2, 2, 1, "10.128.0.5:29400", 8, "sky-2026-07-06-21-18-31-563597_mine_1", "SkyPilot")),
+    ],
+    ids=["TrainJob", "PyTorchJob", "elastic", "SkyPilot"],
+)
+def test_a_pod_and_a_machine_of_skypilot_are_nodes(environment: dict[str, str], wanted: Nodes) -> None:
+    assert worker_variables(environment) is None
+    assert nodes(environment) == wanted
+    # What the launcher starts there are workers.
+    assert worker_variables(environment | TORCHRUN) == worker_variables(TORCHRUN)
+
+
+def test_a_single_node_has_nobody_to_meet() -> None:
+    alone = TRAIN_JOB | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
+    assert nodes(alone) == Nodes(rank=0, workers=8, said_by="Kubeflow")
+    sky = SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"}
+    sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}
+    assert nodes(sky) == Nodes(rank=0, job=SKYPILOT["SKYPILOT_TASK_ID"], said_by="SkyPilot")
+
+
+@pytest.mark.parametrize("kind", ["auto", "gpu", "cpu"])
+def test_a_kind_of_device_is_no_number_of_processes(kind: str) -> None:
+    assert nodes(TRAIN_JOB | {"PET_NPROC_PER_NODE": kind}).workers is None
+
+
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    assert nodes(SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::5\nfd00::6"}).endpoint == "[fd00::5]:29400"
+    assert nodes(TRAIN_JOB | {"PET_MASTER_ADDR": "fd00::5"}).endpoint == "[fd00::5]:29500"
+    assert nodes({}, "2", 0, "[fd00::5]:1234").endpoint == "[fd00::5]:1234"
+    assert nodes({}, "2", 0, "[fd00::5]").endpoint == "[fd00::5]:29400"
+
+
+def test_the_flags_alone_say_it_all() -> None:
+    assert nodes({}, "2", 1, "node0:1234") == Nodes(2, 2, 1, "node0:1234", said_by="--nnodes")
+    assert nodes({}, "1:4", None, "node0") == Nodes(1, 4, None, "node0:29400", said_by="--nnodes")
+    assert nodes({}, "1") == Nodes(said_by="--nnodes")
+
+
+def test_a_flag_wins_over_the_environment_and_the_rest_stays() -> None:
+    found = nodes(NODE_TASK)
+    assert nodes(NODE_TASK, "4") == Nodes(4, 4, 2, found.endpoint, 8, found.job, "--nnodes")
+    assert nodes(NODE_TASK, None, 0, "other:1") == Nodes(4, 4, 0, "other:1", 8, found.job, "SLURM")
+    assert nodes(NODE_TASK, "3:8") == Nodes(3, 8, 2, found.endpoint, 8, found.job, "--nnodes (SLURM has 4)")
+    assert nodes(NODE_TASK, "2").rank is None
+    assert nodes(ELASTIC_JOB, "2").said_by == "--nnodes (Kubeflow has 1:4)"
+    assert nodes(NODE_TASK, "1") == Nodes(1, 1, None, None, 8, found.job, "--nnodes (SLURM has 4)")
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "said"),
+    [
+        ({}, ("two", 0, "a:1"), "--nnodes two is not a number of nodes"),
+        ({}, ("0", 0, "a:1"), "--nnodes 0: at least one node"),
+        ({}, ("4:2", 0, "a:1"), "--nnodes 4:2: at least one node"),
+        ({}, ("2", 2, "a:1"), "--node-rank 2 is not one of 2 nodes"),
+        ({}, ("2", -1, "a:1"), "they are 0 to 1"),
+        ({}, ("2", 0, None), "2 nodes need a place to meet"),
+        ({}, (None, 1, None), "--node-rank is for several nodes"),
+        ({}, (None, None, "a:1"), "--rdzv-endpoint is for several nodes"),
+        ({}, ("2", 0, "a:70000"), "a:70000 is not HOST:PORT"),
+        ({}, ("2", 0, "tcp://a:1"), "is not HOST:PORT"),
+        ({}, ("2", 0, "fd00::5"), "is not HOST:PORT"),
+        ({}, ("2", 0, ":1"), "is not HOST:PORT"),
+        (TRAIN_JOB | {"PET_NNODES": "1:"}, (None, None, None), "PET_NNODES 1: is not"),
+        (TRAIN_JOB | {"PET_NODE_RANK": "2"}, (None, None, None), "PET_NODE_RANK is 2, but PET_NNODES is 2"),
+        (TRAIN_JOB | {"PET_MASTER_ADDR": ""}, (None, None, None), "PET_NNODES is 2, but neither"),
+        (TRAIN_JOB | {"PET_NPROC_PER_NODE": "many"}, (None, None, None), "PET_NPROC_PER_NODE=many"),
+    ],
+)
+def test_what_cannot_be_is_said_to_the_person(
+    environment: dict[str, str], flags: tuple[str | None, int | None, str | None], said: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        nodes(environment, *flags)
+    assert said in str(error.value)
