@@ -410,10 +410,13 @@ with post.HERE.waiting():
         """Rank 0 says that it lost contact, and ends before rank 1, which is still writing down what happened."""
         script = """
 if rank == 0:
+    while not Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("error-1.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
     os._exit(7)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
 error = NumbersError("the loss is not a number")
 post.write_error(error, str(error), 5)
-signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
 time.sleep(5)
 """
         assert self.run(script, tmp_path) == 5

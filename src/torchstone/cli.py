@@ -155,7 +155,7 @@ def train(
         return
     if post.HERE.launched:
         post.HERE.keep_log(Path(settings.output_dir) / "logs" / f"rank-{os.environ['RANK']}.log")
-    with signals.listening():
+    with signals.listening(last=True):
         post.enter("importing torch")
         from torchstone import api
 
@@ -475,7 +475,7 @@ def _start(settings: Config, plan: starting.Plan) -> None:
         code = local.prepare([*command, "prepare", str(file), *checked])
         if code == 0:
             logs = Path(settings.output_dir) / "logs"
-            code = local.run_workers(plan.launch([*command, "train", str(file)], settings.system, logs))
+            code = local.run_workers(plan.launch([*command, "train", str(file)], settings.system, logs), last=True)
     if code:
         sys.exit(code)
 

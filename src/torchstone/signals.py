@@ -41,9 +41,10 @@ _listening: Heard | None = None
 
 
 @contextmanager
-def listening() -> Iterator[Heard]:
+def listening(last: bool = False) -> Iterator[Heard]:
     """What is heard from here on. Inside another `listening` it is the same; outside the main thread Python allows no
-    handlers, and nothing is heard. What was ignored stays so (nohup)."""
+    handlers, and nothing is heard. What was ignored stays so (nohup). Afterwards signals do what they did before, or
+    nothing if this was the `last` thing that the process does: one more must not kill it on its way out."""
     global _listening
     if threading.current_thread() is not threading.main_thread():
         yield Heard()
@@ -59,4 +60,4 @@ def listening() -> Iterator[Heard]:
     finally:
         _listening = None
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if last else handler)

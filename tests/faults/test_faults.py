@@ -66,7 +66,8 @@ def launch(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> Launch:
         config = tmp_path / f"{name}.json"
         config.write_text(json.dumps(given))
         at = tmp_path / "planted-at"
-        planted = {"PLANTED": json.dumps(faults), "PLANTED_AT": str(at), "PYTHONPATH": str(PLANTED), "MARKED": marker}
+        path = os.pathsep.join([str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])])
+        planted = {"PLANTED": json.dumps(faults), "PLANTED_AT": str(at), "PYTHONPATH": path, "MARKED": marker}
         command = [sys.executable, "-m", "torchstone.cli", "train", str(config), "--nproc", str(nproc), *words]
         # Returns when nobody holds its end of the pipe any more: a worker that outlives its launcher does.
         done = subprocess.run(

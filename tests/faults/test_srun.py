@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from torchstone.launch.nodes import SLURM_PORTS
 from torchstone.observe.metrics import read_metrics
 
 HERE = Path(__file__).parent
+PROGRAM = [sys.executable, "-m", "torchstone.cli"]
 # Fields of a metrics line that are the run's and not the clock's.
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens")
 STEPS = 9
-LIMIT = 120.0
+LIMIT = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, chat
 def whole(settings: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, started by us on one machine."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    words = [sys.executable, "-m", "torchstone.cli", "train", str(settings(folder)), "--nproc", "2"]
+    words = [*PROGRAM, "train", str(settings(folder)), "--nproc", "2"]
     subprocess.run(words, capture_output=True, env=environment(), timeout=LIMIT, check=True)
     return folder
 
@@ -58,7 +60,7 @@ def whole(settings: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 def test_a_task_per_rank_trains_as_our_own_workers_and_one_of_them_prepares_the_data(
     settings: Callable[..., Path], whole: Path, tmp_path: Path
 ) -> None:
-    words = ["srun", "--nodes=1", "--ntasks-per-node=2", "torchstone", "train", str(settings(tmp_path / "run"))]
+    words = ["srun", "--nodes=1", "--ntasks-per-node=2", *PROGRAM, "train", str(settings(tmp_path / "run"))]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
@@ -78,7 +80,7 @@ def test_the_script_for_slurm_saves_requeues_itself_and_goes_on_exactly(
     """Two nodes with a launcher each; every launcher gets the signal that SLURM sends before the time is over."""
     (tmp_path / "scontrol").write_text('#!/bin/bash\necho "$*" >> requeued\n')
     (tmp_path / "scontrol").chmod(0o755)
-    words = [sys.executable, "-m", "torchstone.cli", "launch", "slurm", str(settings(tmp_path / "run"))]
+    words = [*PROGRAM, "launch", "slurm", str(settings(tmp_path / "run")), "--program", " ".join(PROGRAM)]
     words += ["--nodes", "2", "--gpus-per-node", "0", "--output", "job.sbatch"]
     subprocess.run(words, cwd=tmp_path, env=environment(), timeout=LIMIT, check=True)
     job = str(free_job())
@@ -87,7 +89,8 @@ def test_the_script_for_slurm_saves_requeues_itself_and_goes_on_exactly(
     batch |= {"PATH": f"{tmp_path}:{environment()['PATH']}"}
     faults = [[rank, "computing step 5", "launcher SIGTERM", 1] for rank in range(2)]
 
-    planted = {"PYTHONPATH": str(HERE / "planted"), "PLANTED": json.dumps(faults)}
+    path = os.pathsep.join([str(HERE / "planted"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    planted = {"PYTHONPATH": path, "PLANTED": json.dumps(faults)}
     code, said = slurmd(tmp_path, batch | planted)
     assert "srun: the tasks ended with [75, 75]" in said
     assert code == 0, said
@@ -100,6 +103,28 @@ def test_the_script_for_slurm_saves_requeues_itself_and_goes_on_exactly(
     assert "step-00000005 (step 5, " in said
     assert (tmp_path / "requeued").read_text().count("\n") == 1
     assert_same_run(tmp_path / "run", whole)
+
+
+def test_signals_until_the_very_end_do_not_change_a_launchers_exit_code(tmp_path: Path) -> None:
+    """srun has the other nodes get SIGTERM as soon as one has ended with 75, while they are about to do the same."""
+    worker = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("asked").touch())
+pathlib.Path("ready").touch()
+while not pathlib.Path("asked").exists():
+    time.sleep(0.01)
+sys.exit(75)
+"""
+    script = "import sys; from torchstone.launch.local import Launch, run_workers\n"
+    script += f"sys.exit(run_workers(Launch([sys.executable, '-S', '-E', '-c', {worker!r}], 1), last=True))"
+    launcher = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment())
+    end = time.monotonic() + LIMIT
+    while launcher.poll() is None and time.monotonic() < end:
+        if (tmp_path / "ready").exists():
+            launcher.terminate()
+        time.sleep(0.002)
+    launcher.kill()
+    assert launcher.wait() == 75
 
 
 def slurmd(folder: Path, more: dict[str, str]) -> tuple[int, str]:

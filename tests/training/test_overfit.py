@@ -121,7 +121,7 @@ def check_like_one_process(name: str, lines: list[dict[str, Any]], wanted: list[
 
 def check_monitored(name: str, folder: Path, lines: list[dict[str, Any]]) -> None:
     """One line a step with every number. Were there a second rank that writes, every step would be there twice."""
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.json", "metrics.jsonl"], name
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.json", "logs", "metrics.jsonl"], name
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), name
     assert [line["epoch"] for line in lines] == list(range(1, STEPS + 1)), name
     for line in lines:

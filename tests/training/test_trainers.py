@@ -342,7 +342,13 @@ class TestTrain:
         of_one = {"model.safetensors", "optimizer.safetensors", "random.safetensors"}
         for name in ("alone", "whole"):
             run = setting.folder / name
-            assert {path.name for path in run.iterdir()} == {".lock", "config.json", "metrics.jsonl", "checkpoints"}
+            assert {path.name for path in run.iterdir()} == {
+                ".lock",
+                "config.json",
+                "metrics.jsonl",
+                "checkpoints",
+                "logs",
+            }
             assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000003", "step-00000006"}
         for step in (3, 6):
             one, two = ({p.name for p in setting.checkpoint(name, step).iterdir()} for name in ("alone", "whole"))

@@ -111,6 +111,7 @@ def prepare(command: Sequence[str], save_grace: float = PREPARE_GRACE) -> int:
 
 
 def _run_agent(launch: Launch, workers: Workers) -> Verdict:
+    agent_class = _agent_class()
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -130,13 +131,13 @@ def _run_agent(launch: Launch, workers: Workers) -> Verdict:
             max_restarts=launch.max_restarts,
             monitor_interval=LOOK,
         )
-        agent = _agent_class()(spec, launch, workers)
+        agent = agent_class(spec, launch, workers)
         agent.run()
         return agent.verdict
     except Asked:
         text = f"stopped by {workers.asked[0].name} while waiting for the other nodes: no worker was started"
         return Verdict(SAVED, 0, text)
-    except (RendezvousError, DistError) as error:
+    except (RendezvousError, DistError, socket.gaierror) as error:
         return _cut_off(error, workers, nodes)
     finally:
         workers.end()
@@ -168,9 +169,14 @@ def _meeting(launch: Launch) -> Any:
     nodes = launch.nodes
     alone = nodes.high == 1
     options: dict[str, Any] = {"join_timeout": int(launch.join_timeout), "last_call_timeout": LAST_CALL}
-    options["read_timeout"] = STORE_TIMEOUT
+    options["read_timeout"] = max(1, int(min(STORE_TIMEOUT, launch.join_timeout)))
     if nodes.rank is not None and not alone:
         options["is_host"] = nodes.rank == 0
+    if not alone:
+        count = f"{nodes.low}" if nodes.low == nodes.high else f"{nodes.low} to {nodes.high}"
+        say(f"meeting {count} nodes at {nodes.endpoint}")
+        if nodes.rank:
+            _await_host(nodes.endpoint or "", launch.join_timeout)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0" if alone else nodes.endpoint,
@@ -180,9 +186,6 @@ def _meeting(launch: Launch) -> Any:
         local_addr="localhost" if alone else own_address(nodes.endpoint or ""),
         **options,
     )
-    if not alone:
-        count = f"{nodes.low}" if nodes.low == nodes.high else f"{nodes.low} to {nodes.high}"
-        say(f"meeting {count} nodes at {nodes.endpoint}")
     until = time.monotonic() + launch.join_timeout
     while True:
         try:
@@ -192,6 +195,25 @@ def _meeting(launch: Launch) -> Any:
             if time.monotonic() > until or options.get("is_host"):
                 raise
             time.sleep(1)
+
+
+def _await_host(endpoint: str, seconds: float) -> None:
+    """Until the node where they meet can be connected to: it may be started later, and its name be known later.
+
+    Torch's store would wait for it too, but for a minute at a time, in which no signal is heard.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    host, _, port = endpoint.rpartition(":")
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RendezvousConnectionError(f"no answer from {endpoint}") from error
+        time.sleep(1)
 
 
 class Patient:
@@ -258,6 +280,9 @@ class Question:
 
 def _agent_class() -> Any:
     """Torch's agent, which asks `workers` whether all have ended, and never looks at or ends some of them itself."""
+    # Torch warns of a node that ended first, with the stack of a library. Workers keep their warnings, in their logs.
+    with _environment({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR"}):
+        import torch.distributed  # noqa: F401
     from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
