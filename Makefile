@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test faults lint clean
 
 install: $(STAMP)
 
@@ -18,6 +18,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(RUN)/python -m pytest -n 2
+
+# All of tests/faults, of which `make test` runs one of each kind: ten minutes on two cores.
+faults: $(STAMP)
+	FAULTS=all $(RUN)/python -m pytest -n 2 tests/faults
 
 lint: $(STAMP)
 	$(RUN)/ruff check .

@@ -243,7 +243,7 @@ def test_the_manifest_has_the_config_and_a_train_job() -> None:
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed-with-cache"}
     trainer = job["spec"]["trainer"]
     assert trainer["command"] == ["python", "-m", "torchstone.cli"]
-    assert trainer["args"][:6] == ["train", "/etc/torchstone/run.yaml", "--gpus", "all", "--max-restarts", "3"]
+    assert trainer["args"][:6] == ["train", "/etc/torchstone/run.yaml", "--max-restarts", "3", "--nproc", "8"]
     # $$ is how Kubernetes writes a dollar.
     assert trainer["args"][6:] == ["--training.max_steps", "100", "--output-dir", "$$(HOME) $$$$; rm -rf *"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from torchstone import post
 from torchstone.launch import local, supervise
 from torchstone.launch.local import Launch
 from torchstone.launch.nodes import TORCHRUN
@@ -394,15 +395,10 @@ with post.HERE.waiting():
         assert self.run(script, tmp_path) == 0
 
     def test_before_the_first_step_there_is_the_time_to_join(self, tmp_path: Path) -> None:
-        script = "time.sleep(3)"
-        words = [
-            sys.executable,
-            "-c",
-            self.BEGIN.replace('post.enter("computing step 7", 7)', "") + script,
-            str(tmp_path),
-        ]
-        assert run_workers(words, 2, logs=tmp_path, hang_timeout=1.5, join_timeout=60) == 0
-        assert run_workers(words, 2, logs=tmp_path, hang_timeout=1.5, join_timeout=1.5) == 7
+        begin = self.BEGIN.replace('post.enter("computing step 7", 7)', "")
+        for seconds, join_timeout, code in ((3, 60, 0), (30, 1.5, 7)):
+            words = [sys.executable, "-c", f"{begin}time.sleep({seconds})", str(tmp_path)]
+            assert run_workers(words, 2, logs=tmp_path, hang_timeout=1.5, join_timeout=join_timeout) == code
 
     def test_the_cause_is_told_from_those_that_lost_contact_of_it(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -410,7 +406,7 @@ with post.HERE.waiting():
         """Rank 0 says that it lost contact, and ends before rank 1, which is still writing down what happened."""
         script = """
 if rank == 0:
-    while not Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("error-1.json").exists():
+    while not Path(post.HERE.error_file).with_name("error-1.json").exists():
         time.sleep(0.01)
     time.sleep(0.1)
     os._exit(7)
@@ -436,3 +432,73 @@ time.sleep(5)
         launch.wait()
         assert all(gone(pid) for pid in pids)
         assert (tmp_path / "rank-1.log").read_text() == "from 1\nasked\n"
+
+    def test_a_pulse_is_never_seen_half_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A time of zero would be a worker that has stood still since the machine was started."""
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv(post.POST, str(tmp_path))
+        post.prepare_pulse(tmp_path, 0)
+        script = """
+import time
+from torchstone import post
+post.HERE.take()
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    post.enter("computing step 7", 7)
+"""
+        writer = subprocess.Popen([sys.executable, "-c", script])
+        seen = []
+        while writer.poll() is None:
+            pulse = post.read_pulse(tmp_path, 0)
+            assert pulse is not None
+            seen.append((pulse.lived > 0, pulse.moved > 0, pulse.step))
+        assert len(seen) > 1000
+        assert set(seen) <= {(True, True, 0), (True, True, 7)}
+        assert seen[-1] == (True, True, 7)
+
+    def test_what_a_worker_starts_is_not_at_its_post(self, tmp_path: Path) -> None:
+        script = "assert 'TORCHSTONE_POST' not in os.environ and 'TORCHELASTIC_ERROR_FILE' not in os.environ"
+        assert self.run(script, tmp_path) == 0
+
+    def test_a_signal_after_a_failure_does_not_make_it_a_stop(
+        self, tmp_path: Path, survive_signals: dict[int, Any]
+    ) -> None:
+        """One that fails while it starts; a signal comes in the time that the other has to end."""
+        script = """
+if rank == 1:
+    os._exit(4)
+signal.signal(signal.SIGTERM, lambda *_: (os.kill(os.getppid(), signal.SIGTERM), time.sleep(1), os._exit(75)))
+time.sleep(30)
+"""
+        words = [
+            sys.executable,
+            "-c",
+            self.BEGIN.replace('post.enter("computing step 7", 7)', "") + script,
+            str(tmp_path),
+        ]
+        assert run_workers(words, 2, logs=tmp_path) == 4
+
+
+def test_nobody_to_read_what_is_said_changes_nothing(tmp_path: Path) -> None:
+    """The terminal is closed, or the `tee` behind the command has died of the same Ctrl-C."""
+    script = "sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
+    words = json.dumps({"command": command(script, tmp_path), "nproc": 1, "max_restarts": 1})
+    read, write = os.pipe()
+    os.close(read)
+    launch = subprocess.Popen([sys.executable, "-c", LAUNCH, words], stderr=write)
+    os.close(write)
+    assert launch.wait(60) == 0
+
+
+def test_a_crash_counts_as_the_cause_though_its_core_took_a_while(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has lost contact and ended; rank 1 dies of a signal that is not ours."""
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: (signal.signal(signal.SIGABRT, signal.SIG_DFL), os.abort()))
+say(f"ready-{rank}", "")
+wait_for((folder / "ready-1").exists)
+os._exit(7) if rank == 0 else time.sleep(30)
+"""
+    assert run_workers(command(script, tmp_path), 2) == 7
+    assert capfd.readouterr().err == "error: rank 1 failed first: was killed by SIGABRT\n"

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -53,12 +54,21 @@ app.command(launch)
 # The `--section.key VALUE` flags of this call, and what makes a config of all that was said.
 flags: list[tuple[str, str]] = []
 resolver: Callable[[Layers, Job], Config] = resolve
+# Whether the process ends with the command: then a signal that comes late does not change how.
+is_program = False
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Natural = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 TAKE_KEYS = ("train", "prepare", "inspect-data", "launch")
 KEYS = "Every config key is a flag too: --section.key VALUE. torchstone train --help-keys lists them all."
+
+
+def program() -> None:
+    """`torchstone`, as a process of its own: once its work is done, nothing more is to be heard."""
+    global is_program
+    is_program = True
+    main()
 
 
 def main(words: list[str] | None = None, resolve_with: Callable[[Layers, Job], Config] = resolve) -> None:
@@ -68,13 +78,14 @@ def main(words: list[str] | None = None, resolve_with: Callable[[Layers, Job], C
     """
     global resolver
     resolver = resolve_with
-    post.HERE.take()
     rest, flags[:] = sys.argv[1:] if words is None else words, []
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets its number, not a traceback.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        if rest[:1] in (["train"], ["doctor"]):
+            post.HERE.take()
         if rest[:1] and rest[0] in TAKE_KEYS:
             rest, flags[:] = split_flags(rest)
         app(rest, exit_on_error=False, print_error=False)
@@ -82,24 +93,26 @@ def main(words: list[str] | None = None, resolve_with: Callable[[Layers, Job], C
         _fail(UsageError(str(error).strip(), _hint(rest)))
     except TorchstoneError as error:
         _fail(error)
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        if _is_one_of_several():
+            _crash(error)
         # Whoever read our output has gone; nothing more can be said to them.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
         # A folder that is a file, a disk that is full or read-only: the user's to mend, not ours.
         if error.filename is None and error.errno != errno.ENOSPC:
+            if _is_one_of_several():
+                _crash(error)
             raise
         _fail(UsageError(f"{error.filename or 'writing'}: {error.strerror}"))
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        post.tell("interrupted")
         _leave(130)
     except Exception as error:
         if not _is_one_of_several():
             raise
-        traceback.print_exc()
-        post.write_error(error, f"{type(error).__name__}: {error}", 1)
-        _leave(1)
+        _crash(error)
 
 
 @app.command(help_epilogue=KEYS)
@@ -154,14 +167,14 @@ def train(
         _start(settings, plan)
         return
     if post.HERE.launched:
-        post.HERE.keep_log(Path(settings.output_dir) / "logs" / f"rank-{os.environ['RANK']}.log")
-    with signals.listening(last=True):
+        post.HERE.keep_log(post.log_file(_logs(settings), int(os.environ["RANK"])))
+    with signals.listening(last=is_program):
         post.enter("importing torch")
         from torchstone import api
 
         outcome = api.train(settings)
     if outcome.checkpoint is not None and os.environ.get("RANK", "0") == "0":
-        (post.HERE.terminal or sys.stderr).write(f"done: step {outcome.step}, {outcome.checkpoint}\n")
+        post.tell(f"done: step {outcome.step}, {outcome.checkpoint}")
     if _is_one_of_several():
         # Libraries with threads of their own may crash a process that is taken down in good order, after all is done.
         api.leave_group()
@@ -338,8 +351,8 @@ def doctor(
     plan = starting.plan(starting.Wishes(nproc, gpus, nnodes, node_rank, rdzv_endpoint), system, os.environ)
     if plan is not None:
         words = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
-        code = local.run_workers(plan.launch([sys.executable, "-m", "torchstone.cli", *words], system, None))
-        sys.exit(code)
+        command = [sys.executable, "-m", "torchstone.cli", *words]
+        sys.exit(local.run_workers(plan.launch(command, system, None), last=is_program))
     from torchstone import api
 
     found = api.doctor(device, limit, quiet=as_json)
@@ -467,15 +480,19 @@ def _start(settings: Config, plan: starting.Plan) -> None:
     """The same command in several processes, once what only one needs to do is done: checked, and tokenized."""
     from torchstone.launch import local
 
+    text, logs = json.dumps(to_dict(settings), indent=2), _logs(settings)
+    command = [sys.executable, "-m", "torchstone.cli"]
     with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
         file = Path(folder) / "config.json"
-        file.write_text(json.dumps(to_dict(settings)))
-        command = [sys.executable, "-m", "torchstone.cli"]
+        file.write_text(text)
         checked = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
         code = local.prepare([*command, "prepare", str(file), *checked])
-        if code == 0:
-            logs = Path(settings.output_dir) / "logs"
-            code = local.run_workers(plan.launch([*command, "train", str(file)], settings.system, logs), last=True)
+    if code == 0:
+        # Beside the logs: what lies in /tmp may be gone when workers are started again, weeks later.
+        logs.mkdir(parents=True, exist_ok=True)
+        write_text(logs / "config.json", text)
+        words = [*command, "train", str(logs / "config.json")]
+        code = local.run_workers(plan.launch(words, settings.system, logs), last=is_program)
     if code:
         sys.exit(code)
 
@@ -524,18 +541,32 @@ def _print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+def _logs(settings: Config) -> Path:
+    return Path(settings.output_dir) / "logs"
+
+
 def _fail(error: TorchstoneError) -> None:
     rank = os.environ.get("RANK", "0")
     if not post.HERE.launched or post.HERE.terminal is not None:
         # Otherwise there is no log, and the launcher says it.
-        sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
     post.write_error(error, str(error), error.exit_code)
     _leave(error.exit_code)
 
 
+def _crash(error: Exception) -> None:
+    """The end of a rank by an error that is not for people: it is in its log, and the launcher says its first line."""
+    with suppress(OSError, ValueError):
+        traceback.print_exception(error)
+    post.write_error(error, f"{type(error).__name__}: {error}", 1)
+    _leave(1)
+
+
 def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if _is_one_of_several():
         # Ranks that wait for this one would have it wait for them, if it ended in good order.
         os._exit(code)
@@ -547,4 +578,4 @@ def _is_one_of_several() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    program()

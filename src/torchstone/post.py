@@ -1,7 +1,7 @@
 """A worker's post: what its launcher sees of it while it runs, and where its words go.
 
 A launcher cannot ask a worker that hangs what it is doing, so a worker says it beforehand: a small file, mapped into
-both, holds its phase, its step, when it last moved on and when it last lived. Two times, because a rank that waits for
+it, holds its phase, its step, when it last moved on and when it last lived. Two times, because a rank that waits for
 a stopped one stands still as well, but lives: a thread beats for it twice a second. It costs nothing that was measured.
 
 A worker's own output, tracebacks and the last words of a library included, goes to its log; what is for people goes to
@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -58,6 +58,7 @@ class Post:
         self.phase = "starting"
         self.step = 0
         self.terminal: TextIO | None = None
+        self.error_file: str | None = None
         self._pulse: mmap.mmap | None = None
 
     @property
@@ -71,8 +72,9 @@ class Post:
         if self._pulse is not None:
             text = phase.encode()[: _SIZE - _HEAD.size]
             now = time.monotonic()
-            self._pulse[_HEAD.size : _HEAD.size + len(text)] = text
-            _HEAD.pack_into(self._pulse, 0, now, now, self.step, False, len(text))
+            # In one copy: packing into the map would first fill it with zeros, for the launcher to see.
+            data = _HEAD.pack(now, now, self.step, False, len(text)) + text
+            self._pulse[: len(data)] = data
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -87,12 +89,13 @@ class Post:
             self._pulse[_WAITS] = 0
 
     def take(self) -> None:
-        """Takes the post that a launcher has prepared for this process, if one has."""
-        folder, rank = os.environ.get(POST), os.environ.get("RANK")
-        if folder is None or rank is None or self.launched:
+        """Takes the post that a launcher has prepared for this process, if one has. What it starts itself has none."""
+        folder, rank = os.environ.pop(POST, None), os.environ.get("RANK")
+        if folder is None or rank is None or not pulse_file(Path(folder), int(rank)).is_file():
             return
         with pulse_file(Path(folder), int(rank)).open("r+b") as file:
             self._pulse = mmap.mmap(file.fileno(), _SIZE)
+        self.error_file = os.environ.pop(ERROR_FILE, None)
         self.enter(self.phase)
         threading.Thread(target=self._beat, args=(os.getppid(),), daemon=True, name="pulse").start()
 
@@ -114,7 +117,7 @@ class Post:
         assert self._pulse is not None
         orphaned = False
         while True:
-            struct.pack_into("<d", self._pulse, 0, time.monotonic())
+            self._pulse[:8] = struct.pack("<d", time.monotonic())
             if not orphaned and os.getppid() != parent:
                 # The launcher is gone, killed most likely. Nobody would end this process: it saves, and ends itself.
                 orphaned = True
@@ -123,6 +126,18 @@ class Post:
 
 
 HERE = Post()
+
+
+def tell(text: str) -> None:
+    """A line for people. If nobody is there to read it any more, nothing else depends on it."""
+    with suppress(OSError, ValueError):
+        stream = HERE.terminal or sys.stderr
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
 
 
 def enter(phase: str, step: int = 0) -> None:
@@ -140,8 +155,12 @@ def prepare_pulse(folder: Path, rank: int) -> None:
     pulse_file(folder, rank).write_bytes(head.ljust(_SIZE, b"\0"))
 
 
-def read_pulse(folder: Path, rank: int) -> Pulse:
-    data = pulse_file(folder, rank).read_bytes()
+def read_pulse(folder: Path, rank: int) -> Pulse | None:
+    """None where somebody has removed the file."""
+    try:
+        data = pulse_file(folder, rank).read_bytes()
+    except OSError:
+        return None
     lived, moved, step, waits, length = _HEAD.unpack_from(data)
     phase = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
     return Pulse(lived, moved, step, waits, phase)
@@ -149,7 +168,7 @@ def read_pulse(folder: Path, rank: int) -> Pulse:
 
 def write_error(error: BaseException, message: str, exit_code: int) -> None:
     """A worker's last words, in the form that torchrun reads as well."""
-    path = os.environ.get(ERROR_FILE)
+    path = HERE.error_file or os.environ.get(ERROR_FILE)
     if not path:
         return
     words = {
@@ -160,7 +179,9 @@ def write_error(error: BaseException, message: str, exit_code: int) -> None:
             "timestamp": str(int(time.time())),
         },
     }
-    Path(path).write_text(json.dumps({"message": words}))
+    # A disk that is full must not change how this process ends.
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": words}))
 
 
 def read_error(path: Path) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fault_cases import the_rest
 from torchstone.observe.metrics import read_metrics
 
 PLANTED = Path(__file__).parent / "planted"
@@ -92,16 +93,18 @@ def left_running(marker: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
 class TestFailures:
     """Nothing is saved, the others are ended in time, and the last lines are the first failing rank's."""
 
     @pytest.mark.parametrize(
-        ("kind", "code", "how"),
+        ("nproc", "kind", "code", "how"),
         [
-            ("exception", 1, "ValueError: planted"),
-            ("SIGKILL", 7, "was killed by SIGKILL"),
-            ("exit 37", 37, "ended with exit code 37"),
+            pytest.param(2, "exception", 1, "ValueError: planted", marks=the_rest),
+            (4, "exception", 1, "ValueError: planted"),
+            (2, "SIGKILL", 7, "was killed by SIGKILL"),
+            pytest.param(4, "SIGKILL", 7, "was killed by SIGKILL", marks=the_rest),
+            pytest.param(2, "exit 37", 37, "ended with exit code 37", marks=the_rest),
+            pytest.param(4, "exit 37", 37, "ended with exit code 37", marks=the_rest),
         ],
     )
     def test_a_worker_fails(self, launch: Launch, nproc: int, kind: str, code: int, how: str) -> None:
@@ -118,6 +121,7 @@ class TestFailures:
         assert f"GPU{rank}:INFO | [GPU {rank}] Step [2/8]" in log.read_text()
         assert ("planted" in log.read_text()) == (kind == "exception")
 
+    @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=the_rest)])
     def test_a_worker_stops_answering(self, launch: Launch, nproc: int) -> None:
         ended = launch(nproc, [[nproc - 1, "computing step 3", "SIGSTOP", 1]])
         assert ended.code == 7, ended.said
@@ -127,16 +131,21 @@ class TestFailures:
         assert ended.checkpoints == []
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
 @pytest.mark.parametrize(
-    ("number", "phase", "saved"),
+    ("number", "phase", "saved", "nproc"),
     [
-        ("SIGTERM", "importing torch", None),
-        ("SIGINT", "loading the model", None),
-        ("SIGTERM", "computing step 3", 3),
-        ("SIGINT", "computing step 3", 3),
-        ("SIGTERM", "validating after step 3", 3),
-        ("SIGTERM", "saving step 4", 4),
+        pytest.param("SIGTERM", "importing torch", None, 2, marks=the_rest),
+        pytest.param("SIGTERM", "importing torch", None, 4, marks=the_rest),
+        ("SIGINT", "loading the model", None, 2),
+        pytest.param("SIGINT", "loading the model", None, 4, marks=the_rest),
+        pytest.param("SIGTERM", "computing step 3", 3, 2, marks=the_rest),
+        pytest.param("SIGTERM", "computing step 3", 3, 4, marks=the_rest),
+        ("SIGINT", "computing step 3", 3, 2),
+        pytest.param("SIGINT", "computing step 3", 3, 4, marks=the_rest),
+        ("SIGTERM", "validating after step 3", 3, 2),
+        pytest.param("SIGTERM", "validating after step 3", 3, 4, marks=the_rest),
+        pytest.param("SIGTERM", "saving step 4", 4, 2, marks=the_rest),
+        ("SIGTERM", "saving step 4", 4, 4),
     ],
 )
 def test_a_signal_saves_and_ends_with_75_and_is_no_reason_to_restart(
@@ -170,15 +179,17 @@ class TestRestarts:
             assert same[0] == same[1], name
 
 
+@the_rest
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(launch: Launch) -> None:
-    ended = launch(2, [[1, "validating after step 3", "loop", 1]])
+    ended = launch(2, [[1, "waiting for the batch of step 4", "loop", 1]])
     assert ended.code == 7, ended.said
-    assert "error: rank 1 failed first, while validating after step 3: has not moved on for" in ended.said
+    assert "error: rank 1 failed first, while waiting for the batch of step 4: has not moved on for" in ended.said
     # Its stack shows where, and that of the other that it waits.
     assert "sitecustomize.py" in (ended.folder / "logs/rank-1.log").read_text()
-    assert "all_reduce" in (ended.folder / "logs/rank-0.log").read_text()
+    assert " in agree\n" in (ended.folder / "logs/rank-0.log").read_text()
 
 
+@the_rest
 def test_workers_save_and_end_when_their_launcher_is_killed(launch: Launch) -> None:
     ended = launch(2, [[1, "computing step 3", "kill the launcher", 1]])
     assert ended.code == -9

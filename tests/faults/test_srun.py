@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fault_cases import the_rest
 from torchstone.launch.nodes import SLURM_PORTS
 from torchstone.observe.metrics import read_metrics
 
@@ -74,6 +75,7 @@ def test_a_task_per_rank_trains_as_our_own_workers_and_one_of_them_prepares_the_
     assert f"Step [{STEPS}/{STEPS}]" in (tmp_path / "run/logs/rank-1.log").read_text()
 
 
+@the_rest
 def test_the_script_for_slurm_saves_requeues_itself_and_goes_on_exactly(
     settings: Callable[..., Path], whole: Path, tmp_path: Path
 ) -> None:

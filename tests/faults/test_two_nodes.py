@@ -22,6 +22,7 @@ import pytest
 
 import parity
 import processes
+from fault_cases import the_rest
 from torchstone.observe.metrics import read_metrics
 
 PLANTED = Path(__file__).parent / "planted"
@@ -185,6 +186,7 @@ def test_two_nodes_train_with_the_numbers_of_one_and_rank_0_is_on_node_0(whole: 
     assert network.running() == []
 
 
+@the_rest
 def test_a_node_that_is_cut_off_ends_both_and_the_same_commands_go_on_exactly(
     whole: Whole, network: Network, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_node_that_is_cut_off_ends_both_and_the_same_commands_go_on_exactly(
     assert_same_run(tmp_path / "run", whole.two)
 
 
+@the_rest
 def test_a_killed_worker_restarts_both_nodes_and_a_signal_to_one_saves_on_both(
     whole: Whole, network: Network, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -236,6 +239,7 @@ def test_a_killed_worker_restarts_both_nodes_and_a_signal_to_one_saves_on_both(
     assert_same_run(tmp_path / "run", whole.two)
 
 
+@the_rest
 def test_a_node_that_comes_later_is_taken_in_at_a_saved_step(
     network: Network, settings: Callable[..., Any], tmp_path: Path
 ) -> None:

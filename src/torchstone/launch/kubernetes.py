@@ -90,6 +90,12 @@ class KubernetesJob:
         self._mounts()
         self._environment()
 
+    def _train_words(self, config: str, words: Sequence[str]) -> list[str]:
+        """GPUs of other makers are not found by number: they are counted, a process each."""
+        if self.gpu_resource.startswith("nvidia.com/") or not self.gpus_per_node:
+            return train_words(config, self.gpus_per_node, self.max_restarts, words)
+        return train_words(config, 0, self.max_restarts, ["--nproc", str(self.gpus_per_node), *words])
+
     def text(self, words: Sequence[str] = ()) -> str:
         """The manifest, for `kubectl apply -f FILE`; the words are more of those of `torchstone train`."""
         documents = yaml.dump_all(
@@ -141,7 +147,7 @@ class KubernetesJob:
         found: dict[str, Any] = {
             "image": self.image,
             "command": _literal(command(self.program)),
-            "args": _literal(train_words(config, self.gpus_per_node, self.max_restarts, words)),
+            "args": _literal(self._train_words(config, words)),
             "numNodes": self.nodes,
             # Without it a pod that has no GPU is told to run a process per core.
             "numProcPerNode": self.gpus_per_node or 1,

@@ -39,8 +39,12 @@ LAST_CALL = 10
 # Seconds that an answer of the rendezvous may take; and that a launcher which is done waits for one.
 STORE_TIMEOUT = 60
 LEAVE = 5.0
+# An address that nobody has (RFC 5737), and that is not this machine's.
+ELSEWHERE = "192.0.2.1"
 # Seconds for a preparation that was asked to end; what it has done is kept.
 PREPARE_GRACE = 5.0
+# What Python ends with after a Ctrl-C.
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -88,22 +92,22 @@ def run_workers(launch: Launch, last: bool = False) -> int:
     return verdict.code
 
 
-def prepare(command: Sequence[str], save_grace: float = PREPARE_GRACE) -> int:
+def prepare(command: Sequence[str]) -> int:
     """Runs a command that the workers need done before they start, and returns its exit code; 75 after a signal.
 
     The modules of the agent are imported meanwhile.
     """
-    workers = Workers(save_grace)
+    workers = Workers(PREPARE_GRACE)
     with workers.signals():
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         workers.watch({0: process})
         _agent_class()
         while not workers.ended():
             time.sleep(LOOK)
-    if workers.asked:
+    code = process.returncode
+    if workers.asked and code in (0, INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL):
         say(f"stopped by {workers.asked[0].name} while preparing the data: what is done is kept, no worker was started")
         return SAVED
-    code = process.returncode
     if code < 0:
         say(f"error: preparing the data was killed by signal {-code}")
         return LOST
@@ -135,7 +139,7 @@ def _run_agent(launch: Launch, workers: Workers) -> Verdict:
         agent.run()
         return agent.verdict
     except Asked:
-        text = f"stopped by {workers.asked[0].name} while waiting for the other nodes: no worker was started"
+        text = f"stopped by {workers.asked[0].name} while waiting for the other nodes"
         return Verdict(SAVED, 0, text)
     except (RendezvousError, DistError, socket.gaierror) as error:
         return _cut_off(error, workers, nodes)
@@ -149,7 +153,7 @@ def _cut_off(error: Exception, workers: Workers, nodes: Nodes) -> Verdict:
     """The other nodes are not to be reached; where our own workers failed, that is the better reason."""
     workers.end()
     found = workers.verdict()
-    if found.code not in (0, SAVED):
+    if found.code not in (0, SAVED) or (workers.asked and found.code == SAVED):
         return found
     reason = error.__cause__ or error
     texts = {
@@ -226,13 +230,14 @@ class Patient:
     def __init__(self, handler: Any) -> None:
         self._handler = handler
         self._question: Question | None = None
+        self._said = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
 
     def next_rendezvous(self) -> Any:
         # What was asked about the last one says nothing about this one.
-        self._question = None
+        self._question, self._said = None, False
         # Torch tells the workers' address once only: a node that was not there then would wait for it in vain.
         self._handler._bootstrap_store_info = None
         return self._handler.next_rendezvous()
@@ -244,9 +249,15 @@ class Patient:
             return 0
         question, self._question = self._question, None
         count = int(question.answer())
-        if count:
+        if count and not self._said:
+            self._said = True
             say(f"{count} more node{'s' if count > 1 else ''} came: the workers save, and all start again together")
         return count
+
+    def is_closed(self) -> bool:
+        """As far as is known: not, until there is an answer."""
+        question = Question(self._handler.is_closed)
+        return question.answered(LOOK) and bool(question.answer())
 
     def shutdown(self) -> None:
         Question(self._handler.shutdown).answered(LEAVE)
@@ -297,6 +308,7 @@ def _agent_class() -> Any:
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             found = super().reify(envs)
+            # How often they were started, the same on all nodes.
             common = {"TORCHELASTIC_RESTART_COUNT": str(self.attempt), post.POST: str(self.folder)}
             common |= network_environment(self.launch.nodes)
             for local_rank, env in envs.items():
@@ -317,8 +329,7 @@ def _agent_class() -> Any:
                 super()._rendezvous(worker_group)
 
         def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: Any) -> list[Worker]:
-            """In the order of the nodes' own ranks, where they have any. And the number of this start, the same on all:
-            it names the keys under which workers find each other, and those of an earlier start must not be found."""
+            """In the order of the nodes' own ranks, where they have any. And the number of this start, that of all."""
             own = [self.launch.nodes.rank, self.destinations.attempt]
             store.set(f"torchstone/node/{group_rank}", json.dumps(own))
             told = [json.loads(store.get(f"torchstone/node/{number}")) for number in range(group_world_size)]
@@ -351,11 +362,25 @@ def _agent_class() -> Any:
                     return RunResult(state=WorkerState.HEALTHY)
                 time.sleep(LOOK)
             self.verdict = self.workers.verdict()
+            if self.verdict.code == SAVED and not self.workers.asked and self._is_joined():
+                return RunResult(state=WorkerState.HEALTHY)
             result = super()._monitor_workers(worker_group)
             if self.verdict.code and not self._may_restart():
                 # So that torch's loop does not.
                 self._remaining_restarts = 0
             return result
+
+        def _is_joined(self) -> bool:
+            """Whether workers that saved, of which nobody here had asked it, did so because a node has come: another
+            agent may have seen it first."""
+            until = time.monotonic() + 2 * MEMBERSHIP_LOOK
+            while self.launch.nodes.high > 1 and time.monotonic() < until:
+                if self._rdzv_handler.num_nodes_waiting() > 0:
+                    return True
+                if self._rdzv_handler.is_closed():
+                    return False
+                time.sleep(LOOK)
+            return False
 
         def _may_restart(self) -> bool:
             if self._remaining_restarts == 0:
@@ -374,8 +399,21 @@ def _agent_class() -> Any:
 
 
 def own_address(endpoint: str) -> str:
-    """The address by which this machine is seen from where the nodes meet: a name need not be known there."""
+    """The address by which this machine is seen from where the nodes meet: a name need not be known there.
+
+    To itself a machine is often 127.0.1.1 by its name, which is no address for others: then it is that of the way out.
+    """
     host = endpoint.rpartition(":")[0].strip("[]")
+    found = _address_towards(host)
+    if not found.startswith(("127.", "::1")) or host.startswith(("127.", "::1", "localhost")):
+        return found
+    try:
+        return _address_towards(ELSEWHERE)
+    except OSError:
+        return host
+
+
+def _address_towards(host: str) -> str:
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Nothing is sent: a datagram socket only looks up the way.

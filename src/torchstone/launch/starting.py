@@ -4,16 +4,18 @@ line asks for, the environment says, and the machine has.
 
 from __future__ import annotations
 
+import os
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchstone import post
 from torchstone.config.schema import SystemConfig
 from torchstone.errors import UsageError
 from torchstone.launch import gpus
 from torchstone.launch.gpus import Gpu
 from torchstone.launch.local import Launch
-from torchstone.launch.nodes import Nodes, nodes, worker_variables
+from torchstone.launch.nodes import Nodes, idle_nodes, nodes, worker_variables
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,12 @@ def plan(wishes: Wishes, system: SystemConfig, environment: MutableMapping[str, 
         environment.update(variables)
         return None
     where = nodes(environment, wishes.nnodes, wishes.node_rank, wishes.rdzv_endpoint)
+    if where.high == 1 and (line := idle_nodes(environment)) is not None:
+        post.tell(f"warning: {line}")
     devices = _devices(wishes, system)
-    nproc = wishes.nproc or where.workers or len(devices) or 1
+    # GPUs that are named count more than those that a cluster gives; on a CPU the latter say nothing.
+    told = None if wishes.gpus is not None or system.device == "cpu" else where.workers
+    nproc = wishes.nproc or told or len(devices) or 1
     if devices and nproc > len(devices):
         raise UsageError(
             f"{nproc} processes need a GPU each, and there {'is' if len(devices) == 1 else 'are'} {len(devices)}",
@@ -96,6 +102,9 @@ def _devices(wishes: Wishes, system: SystemConfig) -> list[Gpu]:
             raise UsageError("--gpus and --system.device cpu contradict each other", "leave out one of them")
         return []
     if system.device_id is None:
+        if wishes.gpus is None and os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+            # A slice of a GPU has no number: what sees it is one process.
+            return []
         found = gpus.found()
         return gpus.choose(wishes.gpus, found) if wishes.gpus is not None else found
     for flag, value in (("--gpus", wishes.gpus), ("--nproc", wishes.nproc)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,8 @@ FOR_GOOD = (UsageError.exit_code, DataError.exit_code, CheckpointError.exit_code
 SAME_CRASHES = 3
 # Seconds: for the others to end after a failure, between two looks, between two looks at the pulses.
 FAILURE_GRACE = 3.0
+# Seconds after which a process that was killed is taken for one that cannot be.
+UNDEAD = 30.0
 LOOK = 0.1
 PULSE_LOOK = 0.5
 
@@ -83,6 +84,8 @@ class Workers:
         self.hung: tuple[int, str] | None = None
         # How many had failed when the others were told to end.
         self._before_end: int | None = None
+        self._before_signal: int | None = None
+        self._suspect: int | None = None
         self._next_look = 0.0
         self._threads = [
             threading.Thread(target=self._wait, args=(rank, process), daemon=True)
@@ -103,8 +106,9 @@ class Workers:
             return
 
         def note(number: int, frame: FrameType | None) -> None:
-            # To a worker, a closed terminal is as good a reason to save as SIGTERM.
-            self.asked.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            if not self.asked:
+                self._before_signal = len(self.failed)
+            self.asked.append(signal.Signals(number))
             if self.is_meeting:
                 raise Asked
 
@@ -119,10 +123,10 @@ class Workers:
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """While the other nodes are waited for, a signal ends the waiting."""
-        if self.asked:
-            raise Asked
         self.is_meeting = True
         try:
+            if self.asked:
+                raise Asked
             yield
         finally:
             self.is_meeting = False
@@ -145,20 +149,27 @@ class Workers:
         while running := self._running():
             # More may come meanwhile.
             for number in self.asked[seen:]:
-                self._send(running, number)
+                # To a worker, a closed terminal is as good a reason to save as SIGTERM.
+                self._send(running, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
                 seen += 1
             if not hurried and self._cannot_save():
                 deadline, hurried = min(deadline, time.monotonic() + FAILURE_GRACE), True
             if time.monotonic() >= deadline:
                 self.overdue += [rank for rank in running if rank not in self.overdue]
                 self._send(running, signal.SIGKILL)
+            if time.monotonic() >= deadline + UNDEAD:
+                # In the kernel, waiting for a disk or a device that is gone. Nobody can end them, or wait for them.
+                pids = ", ".join(str(self.processes[rank].pid) for rank in running)
+                say(f"error: processes {pids} cannot be killed: they wait for a disk or a device that does not answer")
+                os._exit(LOST)
             time.sleep(LOOK / 5)
 
     def verdict(self) -> Verdict:
         """Of workers that have all ended."""
         if not self.failed:
             return Verdict(0)
-        if self.asked and not self._has_trained():
+        heard_first = all(self._code(rank) == SAVED for rank in self.failed[: self._before_signal])
+        if self.asked and heard_first and not self._has_trained():
             name = self.asked[0].name
             return Verdict(SAVED, 0, f"stopped by {name} before the first step: nothing new was to be saved")
         if self.hung is not None:
@@ -179,7 +190,7 @@ class Workers:
         the same has happened too often at the same step."""
         if self.asked or verdict.code in (0, SAVED):
             return False
-        if verdict.code in FOR_GOOD:
+        if verdict.code in FOR_GOOD and verdict.step == 0:
             say("not restarted: it would fail again in the same way")
             return False
         self.crashes.append((verdict.code, verdict.step))
@@ -197,7 +208,8 @@ class Workers:
         if self._code(self.failed[0]) != LOST:
             return self.failed[0]
         # Killed by a signal counts if it was not by ours.
-        killed = {rank for rank in self.failed[self._before_end :] if self._code(rank) < 0}
+        ours = (-signal.SIGTERM, -signal.SIGKILL)
+        killed = {rank for rank in self.failed[self._before_end :] if self._code(rank) in ours}
         causes = [rank for rank in self.failed if self._code(rank) not in (SAVED, LOST) and rank not in killed]
         return causes[0] if causes else self.failed[0]
 
@@ -206,7 +218,7 @@ class Workers:
         when = f", while {pulse.phase}" if pulse is not None else ""
         text = f"error: rank {rank} failed first{when}: {how}"
         if self.logs is not None:
-            text += f"\n  its log: {self.logs / f'rank-{rank}.log'}"
+            text += f"\n  its log: {post.log_file(self.logs, rank)}"
         return Verdict(code, self._step(rank), text)
 
     def _look_at_pulses(self) -> None:
@@ -222,15 +234,20 @@ class Workers:
         slowest = min(pulses, key=lambda rank: (pulses[rank].waits, pulses[rank].moved))
         # What is done before the first step, such as reading a large model, has its own time.
         patience = self.hang_timeout if pulses[slowest].step else max(self.hang_timeout, self.join_timeout)
+        found = None
         if now - pulses[silent].lived > self.hang_timeout:
-            self._hang(silent, f"gave no sign of life for {now - pulses[silent].lived:.0f} s (stopped, or starved)")
+            found = (silent, f"gave no sign of life for {now - pulses[silent].lived:.0f} s (stopped, or starved)")
         elif now - pulses[slowest].moved > patience:
             others = "" if self.are_all else ", a node or a network"
-            self._hang(
+            found = (
                 slowest,
                 f"has not moved on for {now - pulses[slowest].moved:.0f} s, though it lives: it hangs, or waits for a "
                 f"rank{others} that does; the stacks are in the logs",
             )
+        # Seen twice: a run is not ended for one look at a machine that was asleep.
+        if found is not None and self._suspect == found[0]:
+            self._hang(*found)
+        self._suspect = None if found is None else found[0]
 
     def _hang(self, rank: int, how: str) -> None:
         self.hung = (rank, how)
@@ -267,7 +284,8 @@ class Workers:
 
     def _send(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for rank in ranks:
-            with suppress(ProcessLookupError):
+            # macOS says that it is not permitted where there is nobody left.
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.processes[rank].pid, number)
 
     def _running(self) -> list[int]:
@@ -280,8 +298,7 @@ class Workers:
 
 
 def say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    post.tell(text)
 
 
 def error_file(folder: Path, rank: int) -> Path:

@@ -12,8 +12,11 @@ path, FSDP2's, on a mesh of one as well.
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +38,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 TIMEOUT = timedelta(minutes=30)
 # And this long for all to be there: their hosts may have data to prepare.
 JOIN_TIMEOUT = timedelta(hours=1)
+# Seconds between two looks at who is there.
+LOOK = 0.05
 # What gloo says when another rank is gone, or does not answer; other backends have types of their own.
-LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+GONE = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def contact() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if not isinstance(error, dist.DistError) and not any(mark in text for mark in LOST):
+        if not isinstance(error, dist.DistError) and not any(mark in text for mark in GONE):
             raise
         said = text.strip().splitlines()[0].split(". ")[0] if text.strip() else type(error).__name__
         raise WorkerError(
@@ -208,26 +213,48 @@ def _begin(world_size: int, device: torch.device, timeout: timedelta, join_timeo
     rank, store = 0, dist.HashStore()
     if world_size > 1:
         store, rank, _ = next(dist.rendezvous("env://", timeout=join_timeout))
-        # An agent keeps its store when it starts workers again, with the addresses of those that are gone.
-        store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        _await_all(store, rank, world_size, join_timeout)
+        store = dist.PrefixStore(_meet(store, rank, world_size, join_timeout), store)
         store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _await_all(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Backends have one timeout, of an answer. That all are there takes longer, and who is missing can be said."""
-    keys = [f"here/{number}" for number in range(world_size)]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:
-        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
-        raise WorkerError(
-            f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {world_size} did not come within "
-            f"{timeout.total_seconds():g} s",
-            "were they started, and do they reach this machine? --system.join_timeout says how long to wait",
-        ) from None
+def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """The name of this start of the group, once all ranks are there; or an error that says who is not.
+
+    An agent that starts workers again may keep its store, and in it the addresses of those that are gone; how often it
+    did so is its own count, which other nodes need not share. So ranks greet with a number that is new each time,
+    rank 0 names a start for those that it has seen, and each takes part in one that has seen it.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    greeting = secrets.token_hex(8)
+    store.set(f"greeting/{rank}", greeting)
+    start, ranks = "", range(world_size)
+    while time.monotonic() < until:
+        if rank == 0:
+            seen = [_word(store, f"greeting/{number}") for number in ranks]
+            if None not in seen and (not start or json.loads(_word(store, "start") or "{}").get("seen") != seen):
+                start = secrets.token_hex(8)
+                store.set("start", json.dumps({"name": start, "seen": seen}))
+            if start and all(store.check([f"{start}/{number}"]) for number in ranks[1:]):
+                store.set(f"{start}/go", "")
+                return start
+        else:
+            named = json.loads(_word(store, "start") or "{}")
+            if named and named["seen"][rank] == greeting:
+                store.set(f"{named['name']}/{rank}", "")
+                if store.check([f"{named['name']}/go"]):
+                    return str(named["name"])
+        time.sleep(LOOK)
+    missing = [number for number in ranks if number != rank and not store.check([f"greeting/{number}"])]
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "some rank"
+    raise WorkerError(
+        f"{who} of {world_size} did not come within {timeout.total_seconds():g} s",
+        "were they started, and do they reach this machine? --system.join_timeout says how long to wait",
+    )
+
+
+def _word(store: dist.Store, key: str) -> str | None:
+    return bytes(store.get(key)).decode() if store.check([key]) else None
 
 
 def _sizes_that_fit(given: dict[str, int | None], fixed: int, world_size: int) -> str:

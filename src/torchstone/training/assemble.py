@@ -10,12 +10,14 @@ import torch
 
 from torchstone import __version__, post
 from torchstone.checkpoint.load import (
+    CHECKPOINTS,
     find_resume,
     read_state,
     resolve_model_folder,
     restore_optimizer,
     restore_random,
 )
+from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.config.schema import Config, SystemConfig
 from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
@@ -41,7 +43,7 @@ def assemble(config: Config, console: Console, device: torch.device, place: Plac
     # Ranks that differ in pp or tp alone see the same rows, and have to drop the same of them.
     torch.manual_seed(config.training.seed + place.data_rank)
     post.enter("looking for a checkpoint")
-    checkpoint = find_resume(Path(config.output_dir), _resume(config), console.warn, place)
+    checkpoint = find_resume(Path(config.output_dir), _resume(config, place), console.warn, place)
     source = checkpoint or (resolve_model_folder(config.model.path, place) if config.model.path else None)
     dtype, execution = COMPUTED_IN[config.training.precision], _execution(config, place)
     if source is not None:
@@ -58,6 +60,12 @@ def assemble(config: Config, console: Console, device: torch.device, place: Plac
         state = read_state(checkpoint)
         check_identity(state.get("identity", {}), identified, checkpoint)
         progress = Progress.from_dict(state)
+        size = data.batching.global_batch_size
+        if state.get("global_batch_size", size) != size:
+            console.warn(
+                f"a step had {state['global_batch_size']} samples and has {size} from now on: "
+                "training.global_batch_size keeps it, whatever the number of processes"
+            )
     post.enter("loading the model")
     builder = builder_for(config, place, device)
     if source is not None:
@@ -85,6 +93,7 @@ def assemble(config: Config, console: Console, device: torch.device, place: Plac
     for note in schedule_notes(length.steps, config.optim):
         console.warn(note)
     saved_with = {"identity": identified, "version": __version__, "torch": torch.__version__}
+    saved_with["global_batch_size"] = data.batching.global_batch_size
     saved_with |= {"padding_row": model.padding_row, "implementation": model.implementation, "model": model.notes}
     runner = runner_of(model, builder, data.packed)
     run = Run(config, model, tokenizer, data, optimizer, runner, length, progress, console, saved_with, checkpoint)
@@ -92,10 +101,12 @@ def assemble(config: Config, console: Console, device: torch.device, place: Plac
     return run
 
 
-def _resume(config: Config) -> str:
-    """A launcher that starts its workers again means to go on, also where the run was to be a new one."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return "auto" if restarted and config.checkpoint.resume == "never" else config.checkpoint.resume
+def _resume(config: Config, place: Place) -> str:
+    """A launcher that starts its workers again means to go on with what they have saved, also where the run was to be a
+    new one, or to begin with a certain checkpoint."""
+    restarted = place.agree(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
+    saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
+    return "auto" if restarted and (saved or config.checkpoint.resume == "never") else config.checkpoint.resume
 
 
 def builder_for(config: Config, place: Place, device: torch.device) -> Builder:
@@ -133,7 +144,8 @@ def pick_device(system: SystemConfig) -> torch.device:
         if system.device_id is not None:
             raise UsageError("system.device_id is for one process; the workers of a launch take a device each")
         # One that sees a single device was given it, by a launcher of ours or by `srun --gpus-per-task`.
-        number = 0 if count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ else local_rank()
+        given = post.HERE.launched or "SLURM_STEP_ID" in os.environ
+        number = 0 if count == 1 and given else local_rank()
         if number >= count:
             raise UsageError(f"worker {number} of this machine has no device: there are {count}")
     if number >= count:

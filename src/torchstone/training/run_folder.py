@@ -60,7 +60,8 @@ def console_of(config: Config, place: Place = ALONE) -> Iterator[Console]:
             path.parent.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(path.open("a", buffering=1, encoding="utf-8"))
         # The number of the GPU, as whoever started this process gave it; else that of the process.
-        label = int(os.environ.get("GPU_RANK") or place.rank)
+        number = os.environ.get("GPU_RANK", "")
+        label = int(number) if number.isdecimal() else place.rank
         shown = style if heard else "none"
         console = Console(shown, observe.log_every_steps, label=label, terminal=post.HERE.terminal, log=log)
         console.record(f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}, process {os.getpid()}")
@@ -74,7 +75,7 @@ def console_of(config: Config, place: Place = ALONE) -> Iterator[Console]:
 
 
 def log_path(config: Config, rank: int) -> Path:
-    return Path(config.output_dir) / LOGS / f"rank-{rank}.log"
+    return post.log_file(Path(config.output_dir) / LOGS, rank)
 
 
 def record_config(config: Config, going_on: bool, console: Console) -> None:
