@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test faults lint clean
+.PHONY: install demo test test-all faults lint clean
 
 install: $(STAMP)
 
@@ -17,11 +17,14 @@ demo: $(STAMP)
 	$(RUN)/python -m torchstone.demo
 
 test: $(STAMP)
-	$(RUN)/python -m pytest -n 2
+	$(RUN)/python -m pytest -n 2 --dist worksteal
 
-# All of tests/faults, of which `make test` runs one of each kind: ten minutes on two cores.
+# With every layout and every fault, of which `make test` runs one of each kind.
+test-all: $(STAMP)
+	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal
+
 faults: $(STAMP)
-	FAULTS=all $(RUN)/python -m pytest -n 2 tests/faults
+	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal tests/faults
 
 lint: $(STAMP)
 	$(RUN)/ruff check .

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fault_cases import the_rest
+from selection import the_rest
 from torchstone.observe.metrics import read_metrics
 
 PLANTED = Path(__file__).parent / "planted"
@@ -140,7 +140,7 @@ class TestFailures:
         pytest.param("SIGINT", "loading the model", None, 4, marks=the_rest),
         pytest.param("SIGTERM", "computing step 3", 3, 2, marks=the_rest),
         pytest.param("SIGTERM", "computing step 3", 3, 4, marks=the_rest),
-        ("SIGINT", "computing step 3", 3, 2),
+        pytest.param("SIGINT", "computing step 3", 3, 2, marks=the_rest),
         pytest.param("SIGINT", "computing step 3", 3, 4, marks=the_rest),
         ("SIGTERM", "validating after step 3", 3, 2),
         pytest.param("SIGTERM", "validating after step 3", 3, 4, marks=the_rest),

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fault_cases import the_rest
+from selection import the_rest
 from torchstone.launch.nodes import SLURM_PORTS
 from torchstone.observe.metrics import read_metrics
 

@@ -22,7 +22,7 @@ import pytest
 
 import parity
 import processes
-from fault_cases import the_rest
+from selection import the_rest
 from torchstone.observe.metrics import read_metrics
 
 PLANTED = Path(__file__).parent / "planted"

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from layouts import Case, check_cases, judge, write_reference
 from parity import Worst
+from selection import the_rest
 from tiny_families import make_model
 from torchstone.testing import launch_procs
 
@@ -95,8 +96,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("layouts")
 
 
-@pytest.mark.parametrize("processes", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "processes"),
+    [
+        # The largest takes half a minute for each family.
+        pytest.param(family, processes, marks=the_rest if processes == 32 and family != "llama" else ())
+        for family in FAMILIES
+        for processes in LAYOUTS
+    ],
+)
 def test_custom_modeling_matches_original(family: str, processes: int, root: Path) -> None:
     assert compared(root, family, processes).keys() >= {name for name, _, _ in LAYOUTS[processes]}
 
