@@ -1,4 +1,4 @@
-# Everything a fresh clone needs: `make demo` and `make test` install what they use by themselves.
+# Works in a fresh clone: every target installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
@@ -17,11 +17,11 @@ demo: $(STAMP)
 	$(RUN)/python -m torchstone.demo
 
 test: $(STAMP)
-	$(RUN)/python -m pytest -n 2 --dist worksteal
+	$(RUN)/python -m pytest -n 2 --dist worksteal --durations=25
 
-# With every layout and every fault, of which `make test` runs one of each kind.
+# All layouts and faults; `make test` runs one of each kind.
 test-all: $(STAMP)
-	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal
+	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal --durations=25
 
 faults: $(STAMP)
 	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal tests/faults

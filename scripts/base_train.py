@@ -1,14 +1,14 @@
-"""Pretrains a new model from its depth: `python scripts/base_train.py --depth 4`."""
+"""Pretrains a new model: `python scripts/base_train.py --depth 4`."""
 
-from torchstone.stages import Stage, run
+from torchstone.scripts.nanochat import TrainingScript, run_script
 
-STAGE = Stage(
-    name="base",
-    script="base_train",
-    does="Pretrain a new model from its depth; without --data on the built-in corpus.",
-    without_data={"data.path": "demo:corpus", "model.tokenizer": "demo:tokenizer"},
+SCRIPT = TrainingScript(
+    stage="base",
+    name="base_train",
+    description="Pretrain a new model; without --data on the built-in corpus.",
+    data_defaults={"data.path": "demo:corpus", "model.tokenizer": "demo:tokenizer"},
     defaults={"optim.schedule": "wsd"},
 )
 
 if __name__ == "__main__":
-    run(STAGE)
+    run_script(SCRIPT)

@@ -1,18 +1,18 @@
 """Fine-tunes a mid run, or else a base run, on conversations: `python scripts/chat_sft.py --data chats.jsonl`.
 
-Conversations are padded, not packed, so that --device-batch-size has its meaning; `--data.packing true` wastes less.
+Conversations are padded, not packed, so that --device-batch-size applies; `--data.packing true` wastes less.
 """
 
-from torchstone.stages import Stage, run
+from torchstone.scripts.nanochat import TrainingScript, run_script
 
-STAGE = Stage(
-    name="sft",
-    script="chat_sft",
-    does="Fine-tune on conversations, from a mid run or else a base run; without --data on the built-in ones.",
-    without_data={"data.path": "demo:chat"},
+SCRIPT = TrainingScript(
+    stage="sft",
+    name="chat_sft",
+    description="Fine-tune a mid run, or else a base run, on conversations; without --data on the built-in ones.",
+    data_defaults={"data.path": "demo:chat"},
     defaults={"data.packing": "false", "optim.learning_rate": "1e-4", "optim.schedule": "linear"},
     follows=("mid", "base"),
 )
 
 if __name__ == "__main__":
-    run(STAGE)
+    run_script(SCRIPT)

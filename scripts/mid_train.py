@@ -1,20 +1,20 @@
-"""Goes on pretraining from a base run, on text or conversations: `python scripts/mid_train.py --data more.jsonl`.
+"""Continues pretraining from a base run, on text or conversations: `python scripts/mid_train.py --data more.jsonl`.
 
-Every token is trained on, those of questions too, which is what tells it from fine-tuning; the learning rate starts
-lower than that of pretraining and falls to zero in a straight line.
+Unlike fine-tuning, every token is trained, including those of questions. The learning rate starts lower than in
+pretraining and decays linearly to zero.
 """
 
-from torchstone.stages import Stage, more_rows_than_before, run
+from torchstone.scripts.nanochat import TrainingScript, check_rows_per_device, run_script
 
-STAGE = Stage(
-    name="mid",
-    script="mid_train",
-    does="Go on pretraining from a base run; without --data on the built-in corpus.",
-    without_data={"data.path": "demo:corpus"},
+SCRIPT = TrainingScript(
+    stage="mid",
+    name="mid_train",
+    description="Continue pretraining from a base run; without --data on the built-in corpus.",
+    data_defaults={"data.path": "demo:corpus"},
     defaults={"data.train_on": "all", "optim.learning_rate": "1e-4", "optim.schedule": "linear"},
     follows=("base",),
-    remark=more_rows_than_before,
+    check=check_rows_per_device,
 )
 
 if __name__ == "__main__":
-    run(STAGE)
+    run_script(SCRIPT)

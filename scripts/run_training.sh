@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains one model on all GPUs, a process each: run_training.sh [--debug | --preset NAME] [--config FILE] [words of train]
-# Without a GPU it is the CPU, with NPROC processes (1 unless set).
+# Trains one model on all GPUs, one process each: run_training.sh [--debug | --preset NAME] [--config FILE] [arguments of train]
+# Without a GPU it trains on the CPU, with NPROC processes (by default 1).
 set -euo pipefail
-exec "${PYTHON:-$(command -v python3 || echo python)}" -P -c 'from torchstone.doors import run_training; run_training()' "$@"
+exec "${PYTHON:-$(command -v python3 || echo python)}" -P -c 'from torchstone.scripts.gpu import run_training; run_training()' "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on one GPU, 0 unless told: train_gpu.sh [GPU_ID] [words of pretrain_main.py]
+# Trains on one GPU, by default 0: train_gpu.sh [GPU_ID] [arguments of pretrain_main.py]
 set -euo pipefail
 gpu=0
 if [[ $# -gt 0 && $1 != -* ]]; then
@@ -7,7 +7,7 @@ if [[ $# -gt 0 && $1 != -* ]]; then
     shift
 fi
 if [[ ! $gpu =~ ^[0-9]+$ ]]; then
-    echo "error: '$gpu' is not the number of a GPU; usage: train_gpu.sh [GPU_ID] [words of pretrain_main.py]" >&2
+    echo "error: '$gpu' is not the number of a GPU; usage: train_gpu.sh [GPU_ID] [arguments of pretrain_main.py]" >&2
     exit 2
 fi
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

@@ -1,7 +1,8 @@
-"""What most tests share: tiny models, a tokenizer, small data. Nothing is downloaded."""
+"""Fixtures of most tests: tiny models, a tokenizer, small data. Nothing is downloaded."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import tokenizer_folder
 from torchstone.demo.corpus import chat_rows, corpus_rows
 
-torch.set_num_threads(1)
+# More threads add in another order: with two, the suite stands in for another machine. Ranks have one thread.
+torch.set_num_threads(int(os.environ.get("TORCHSTONE_TEST_THREADS", "1")))
 
 GPU_TESTS = Path(__file__).parent / "gpu_tests"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What lies in gpu_tests/ needs a CUDA device, and is skipped with that reason where there is none."""
+    """Tests in gpu_tests/ need a CUDA device and are skipped without one."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -58,7 +60,7 @@ def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(
     tmp_path: Path, tokenizer_dir: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any]]:
-    """Overrides for a run that takes a moment: two layers, short rows. Dots are written as double underscores."""
+    """Overrides for a short run: two layers, short rows. `training__max_steps=2` sets training.max_steps."""
 
     def make(**changes: Any) -> dict[str, Any]:
         base = {

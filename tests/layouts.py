@@ -1,19 +1,22 @@
-"""Both sides of a parity test in which ours is shared out over processes.
+"""Both sides of a parity test in which our side runs on several processes.
 
-The reference (Transformers and AdamW, one process) runs once, in the process of the test, and leaves on disk what it
-had before and after every step, as Hugging Face files. Each rank then reads its own boxes of that: weights and moments
-before a step, so as to start from where the reference was, and gradients and weights after it, to compare with. What a
-rank finds are sums of squares, every box counted on one rank; put together they are the distances of parity.py.
+The reference (Transformers and AdamW, one process) runs once, in the process of the test. It writes its weights and
+moments before every step and its gradients and weights after it, as Hugging Face files. Each rank reads its own shards
+of them: weights and moments to start a step from, gradients and weights to compare with. A rank returns sums of
+squares, every shard counted on one rank; the sums over the ranks are the distances of parity.py.
 
-On the way every layout shows that it reads no byte that is not its own, and what it saves is put together again.
+Two more checks run on the way: a rank reads no byte that is not its own, and the files that the ranks save together
+hold the same shards.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +28,38 @@ from torch.distributed.tensor import DTensor
 
 import parity
 from sides import MAX_NORM, WEIGHT_DECAY, collated
+from steps import train_step
+from torchstone.checkpoint.model_folder import load_model, read_model_config
+from torchstone.checkpoint.save import save_model
+from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
+from torchstone.checkpoint.weight_files import WeightFiles, hf_tensors
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
 from torchstone.models.decoder import Decoder, Fusion
 from torchstone.models.execution import Execution
-from torchstone.models.opening import fill, load_model
-from torchstone.models.sliced_files import Slice, SlicedFiles
-from torchstone.models.slices import WEIGHTS, slice_files
-from torchstone.models.weights import Files, disk_tensors, read_shape
 from torchstone.optim.build import build_optimizer
-from torchstone.parallel.build import SharedBuilder, runner_of
-from torchstone.parallel.mesh import opened
-from torchstone.training.step import StepResult, train_step
+from torchstone.parallel.build import ShardedModelBuilder, build_runner, fill_parameters
+from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
+from torchstone.parallel.mesh import ParallelContext, init_distributed
+from torchstone.testing import launch_procs
+from torchstone.training.step import StepResult
 
-# The reference starts without moments at the first step, so the second is locked as well. Of three micro-batches the
-# last has no token to learn from: for two data ranks they are uneven, and for four one has none at all.
+# The first step has no moments, so a second is locked as well. The last of the three micro-batches has no loss token:
+# two data ranks get uneven work, and with four ranks one gets none.
 LOCKED_STEPS, ACCUMULATION = 2, 3
-LOGITS_LIMIT = 1e-5
-# Few widths: torch works out how to lay out an operation anew for every shape that it meets.
+# One length of rows: DTensor plans an operation anew for every shape.
 WIDTH = 96
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CPU = torch.device("cpu")
 
+# What a rank holds of a tensor: its name, where the shard starts, and the values.
+Shard = tuple[str, tuple[int, ...], Tensor]
+
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be tried on a model: the sizes of its axes and the switches, how rows are, how the model runs."""
+    """A model and the parallel dimensions and switches to train it with."""
 
     name: str
     folder: str
@@ -60,32 +69,36 @@ class Case:
     free_running: bool = True
 
 
-def write_reference(folder: Path, target: Path, seed: int = 0) -> Path:
-    """Runs the reference on the model in `folder`, and leaves what it had in `target`."""
+def load_reference(folder: Path) -> parity.Reference:
     from transformers import AutoModelForCausalLM
 
-    # Not all of Transformers' kernels know soft caps.
+    # Not all attention kernels of Transformers implement soft caps.
     capped = json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping")
     kernel = {"attn_implementation": "eager"} if capped else {}
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **kernel)
-    vocabulary = model.config.vocab_size
-    reference = parity.Reference(model, parity.reference_adamw(model, WEIGHT_DECAY, **_settings()), MAX_NORM)
+    return parity.Reference(model, parity.reference_adamw(model, WEIGHT_DECAY, **_settings()), MAX_NORM)
+
+
+def write_reference(folder: Path, target: Path, seed: int = 0) -> Path:
+    """Runs the reference on the model in `folder` and writes its values before and after every step to `target`."""
+    reference = load_reference(folder)
+    model, vocabulary = reference.model, reference.model.config.vocab_size
     steps = parity.random_batches(parity.FREE_RUNNING["steps"], vocabulary, seed, ACCUMULATION)
-    numbers = []
+    results = []
     ids = torch.randint(vocabulary, (1, WIDTH), generator=torch.Generator().manual_seed(seed))
     target.mkdir()
     save_file({"ids": ids, "logits": model(ids).logits.detach()}, target / "logits.safetensors")
     for number, batches in enumerate(steps):
-        place = target / f"step-{number}"
-        named = dict(model.named_parameters())
-        _write({name: p.detach() for name, p in named.items()}, place / "weights")
+        step_folder = target / f"step-{number}"
+        parameters = dict(model.named_parameters())
+        _write({name: p.detach() for name, p in parameters.items()}, step_folder / "weights")
         for moment in MOMENTS if number else ():
-            _write({name: reference.optimizer.state[p][moment] for name, p in named.items()}, place / moment)
-        done = reference.step(batches)
-        _write(done.gradients, place / "gradients")
-        numbers.append({"loss": done.loss, "grad_norm": done.grad_norm})
+            _write({name: reference.optimizer.state[p][moment] for name, p in parameters.items()}, step_folder / moment)
+        result = reference.step(batches)
+        _write(result.gradients, step_folder / "gradients")
+        results.append({"loss": result.loss, "grad_norm": result.grad_norm})
     _write({name: p.detach() for name, p in model.named_parameters()}, target / "end")
-    (target / "reference.json").write_text(json.dumps({"steps": steps, "numbers": numbers}))
+    (target / "reference.json").write_text(json.dumps({"steps": steps, "results": results}))
     return target
 
 
@@ -98,18 +111,18 @@ def _write(tensors: dict[str, Tensor], folder: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-class SharedSide:
+class ShardedSide:
     """Our side on one rank."""
 
-    def __init__(self, case: Case, reference: Path, place: Any) -> None:
-        self.case, self.reference, self.place = case, reference, place
-        found = json.loads((reference / "reference.json").read_text())
-        self.steps, self.numbers, self.settings = found["steps"], found["numbers"], _settings()
+    def __init__(self, case: Case, reference: Path, ctx: ParallelContext) -> None:
+        self.case, self.reference, self.ctx = case, reference, ctx
+        record = json.loads((reference / "reference.json").read_text())
+        self.steps, self.results, self.settings = record["steps"], record["results"], _settings()
         parallel = ParallelConfig(**case.parallel)
-        self.builder = SharedBuilder(place, parallel, "fp32", CPU)
+        self.builder = ShardedModelBuilder(ctx, parallel, "fp32", CPU)
         execution = Execution(packed=case.packed, fused=case.fused)
         self.model = load_model(Path(case.folder), CPU, execution=execution, builder=self.builder)
-        self.runner = runner_of(self.model, self.builder, case.packed)
+        self.runner = build_runner(self.model, self.builder, case.packed)
         optim = OptimConfig(
             learning_rate=self.settings["lr"], betas=self.settings["betas"], eps=self.settings["eps"],
             weight_decay=WEIGHT_DECAY,
@@ -119,205 +132,272 @@ class SharedSide:
         self.optimizer.register_step_pre_hook(lambda *_: self._keep_gradients())
 
     def check(self, saved: Path) -> dict[str, Any]:
-        """Distances by name, to be put together over the ranks by `judge`."""
-        rank, ranks = self.place.rank, self.place.layout.world_size
-        if self.place.is_main:
+        """This rank's part of the differences; `assert_parity` adds up the ranks."""
+        if self.ctx.is_main:
             (saved / "untrained").mkdir(parents=True)
             (saved / "trained").mkdir()
-        self.place.wait()
-        self.model.save(saved / "untrained", rank, ranks)
-        found = {
-            "names": [name for name, _ in self.model.named_parameters()],
-            "logits": self._logits_apart(),
+        self.ctx.barrier()
+        save_model(self.model, saved / "untrained", self.ctx)
+        result = {
+            "logits": self._logits_difference(),
             "locked": [self._locked_step(number) for number in range(LOCKED_STEPS)],
-            "free": self.free_run() if self.case.free_running else {"loss": 0.0, "weight": 0.0},
+            "free": self.free_run() if self.case.free_running else {"loss": 0.0, "weights": {}},
         }
-        self.model.save(saved / "trained", rank, ranks)
-        found["held"] = [(box.name, box.offset, box.tensor.clone()) for box in self._boxes()]
-        return found
+        save_model(self.model, saved / "trained", self.ctx)
+        result["shards"] = [(shard.name, shard.offset, shard.tensor.clone()) for shard in self._shards()]
+        return result
 
     def step(self, number: int) -> StepResult:
-        """Micro-batches are dealt out to the data ranks in turn; all take the same number, of which some are empty."""
-        mine = self.steps[number][self.place.data_rank :: self.place.data_ranks]
-        rounds = -(-len(self.steps[number]) // self.place.data_ranks)
-        mine += [[]] * (rounds - len(mine))
+        """Data ranks take micro-batches in turn. All take the same number, so some are empty."""
+        dp = self.ctx.dims.dp
+        own = self.steps[number][self.ctx.dp_rank :: dp]
+        own += [[]] * (-(-len(self.steps[number]) // dp) - len(own))
         count = sum(label != -100 for batch in self.steps[number] for _, labels in batch for label in labels[1:])
-        batch = StepBatch(
-            collated(mine, self.case.packed, math.lcm(WIDTH, self.place.layout.tp)),
-            0,
-            0,
-            loss_tokens=count,
-            padding=0,
-            first_sample=0,
-        )
+        tensors = collated(own, self.case.packed, math.lcm(WIDTH, self.ctx.dims.tp))
+        batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
         return train_step(self.runner, self.optimizer, batch, 1, self.settings["lr"], MAX_NORM)
 
     def _locked_step(self, number: int) -> dict[str, Any]:
-        place = self.reference / f"step-{number}"
-        files = self._files(place / "weights")
-        fill(self.model.parts, files)
-        assert files.bytes_read == sum(box.tensor.nbytes for box in self._boxes()), "not the bytes of its own boxes"
+        step_folder = self.reference / f"step-{number}"
+        files = self._files(step_folder / "weights")
+        fill_parameters(self.model.parts, files)
+        assert files.bytes_read == sum(shard.tensor.nbytes for shard in self._shards()), "not the bytes of its shards"
         self.optimizer.state.clear()
         if number:
-            self._set_moments(place, number)
-        done = self.step(number)
+            self._set_moments(step_folder, number)
+        result, expected = self.step(number), self.results[number]
         return {
-            "loss": parity.relative(done.loss, self.numbers[number]["loss"]),
-            "weight": self._weights_apart(self.reference / f"step-{number + 1}" / "weights"),
-            "norm": parity.relative(done.grad_norm, self.numbers[number]["grad_norm"]),
-            "gradients": self._squares(self.gradients, self._files(place / "gradients")),
+            "loss": parity.relative(result.loss, expected["loss"]),
+            "weights": self._weight_differences(self.reference / f"step-{number + 1}" / "weights"),
+            "norm": parity.relative(result.grad_norm, expected["grad_norm"]),
+            "gradients": self._squares(self.gradients, self._files(step_folder / "gradients")),
         }
 
     def free_run(self) -> dict[str, Any]:
-        fill(self.model.parts, self._files(self.reference / "step-0" / "weights"))
+        fill_parameters(self.model.parts, self._files(self.reference / "step-0" / "weights"))
         self.optimizer.state.clear()
         losses = [
-            parity.relative(self.step(number).loss, self.numbers[number]["loss"]) for number in range(len(self.steps))
+            parity.relative(self.step(number).loss, self.results[number]["loss"]) for number in range(len(self.steps))
         ]
-        return {"loss": max(losses), "weight": self._weights_apart(self.reference / "end")}
+        return {"loss": max(losses), "weights": self._weight_differences(self.reference / "end")}
 
-    def _weights_apart(self, folder: Path) -> float:
-        wanted = self._files(folder)
-        return max(((box.tensor - _box(wanted, box)).abs().max().item() for box in self._boxes()), default=0.0)
+    def _weight_differences(self, folder: Path) -> dict[str, float]:
+        expected, largest = self._files(folder), parity.Differences()
+        for shard in self._shards():
+            largest.see("weight", (shard.tensor - _read_like(expected, shard)).abs().max().item(), shard.name)
+        return {name: value for (_, name), value in largest.largest.items()}
 
-    def _logits_apart(self) -> float:
+    def _logits_difference(self) -> float:
         try:
             return self._logits()
         finally:
-            self.runner.rest()
+            self.runner.reshard()
 
     @torch.no_grad()
     def _logits(self) -> float:
-        """How far the logits of the untrained model are apart, stage after stage; zero on ranks without them."""
+        """The difference of the untrained model's logits, computed stage by stage; zero on ranks without logits."""
         saved = load_file(self.reference / "logits.safetensors")
         x, positions = saved["ids"], torch.arange(saved["ids"].shape[1]).expand_as(saved["ids"])
         if not self.builder.stages:
-            return _apart(self.model.module(x, positions), saved["logits"])
-        mesh, total = self.place.mesh["pp"], self.runner.pipeline.total
+            return _relative_difference(self.model.module(x, positions), saved["logits"])
+        mesh, total = self.ctx.mesh["pp"], self.runner.pipeline.num_stages
         worst = 0.0
         for index in range(total):
             stage = self.builder.stages.get(index)
             if stage is not None:
-                loss, stage.micro_loss = stage.micro_loss, lambda module, x, positions, docs, _: module(x, positions)
+                loss, stage.micro_batch_loss = (
+                    stage.micro_batch_loss,
+                    lambda module, x, positions, *_: module(x, positions),
+                )
                 x = stage(x, positions, positions)
-                stage.micro_loss = loss
+                stage.micro_batch_loss = loss
                 if index == total - 1:
-                    worst = _apart(x[0], saved["logits"])
+                    worst = _relative_difference(x[0], saved["logits"])
             if index < total - 1:
                 rows, width = saved["ids"].shape
-                shares = self.runner.pipeline.shares
-                x = x if stage is not None else torch.empty(rows, width // shares, self.model.module.config.width)
+                width //= self.runner.pipeline.sequence_shards
+                x = x if stage is not None else torch.empty(rows, width, self.model.module.config.width)
                 dist.broadcast(x, group=mesh.get_group(), group_src=index % mesh.size())
         return worst
 
-    def _set_moments(self, place: Path, number: int) -> None:
-        files = {moment: self._files(place / moment) for moment in MOMENTS}
+    def _set_moments(self, step_folder: Path, number: int) -> None:
+        files = {moment: self._files(step_folder / moment) for moment in MOMENTS}
         for name, parameter in self.model.named_parameters():
             state: dict[str, Tensor] = {"step": torch.tensor(float(number))}
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(parameter)
-                for box in self.model.slices_of(name, state[moment]):
-                    files[moment].read_into(box.name, box.tensor, box.offset)
+                for shard in local_shards(self.model.decoder_config, name, state[moment]):
+                    files[moment].read_into(shard.name, shard.tensor, shard.offset)
             self.optimizer.state[parameter] = state
 
     def _keep_gradients(self) -> None:
         self.gradients = {name: p.grad.detach().clone() for name, p in self.model.named_parameters()}
 
-    def _squares(self, tensors: dict[str, Tensor], wanted: Files) -> dict[str, tuple[float, float]]:
-        """By name of the piece: the squares of the difference and of what was wanted, where they count here."""
-        found: dict[str, tuple[float, float]] = {}
+    def _squares(self, tensors: dict[str, Tensor], expected: WeightFiles) -> dict[str, tuple[float, float]]:
+        """By name of the unfused parameter, where this rank is the owner: the sums of squares of the difference and of
+        the expected gradient."""
+        squares: dict[str, tuple[float, float]] = {}
+        config = self.model.decoder_config
         for name, tensor in tensors.items():
-            if not self.model.counts(name, tensor):
+            if not is_owner(config, name, tensor):
                 continue
-            for box in self.model.slices_of(name, tensor):
-                right = _box(wanted, box)
-                difference, size = found.get(box.name, (0.0, 0.0))
-                difference += (box.tensor - right).double().square().sum().item()
-                found[box.name] = difference, size + right.double().square().sum().item()
-        return found
+            for shard in local_shards(config, name, tensor):
+                values = _read_like(expected, shard)
+                difference, size = squares.get(shard.name, (0.0, 0.0))
+                difference += (shard.tensor - values).double().square().sum().item()
+                squares[shard.name] = difference, size + values.double().square().sum().item()
+        return squares
 
-    def _boxes(self) -> list[Slice]:
-        named = self.model.named_parameters()
-        return [box for name, parameter in named for box in self.model.slices_of(name, parameter.detach())]
+    def _shards(self) -> list[TensorShard]:
+        config = self.model.decoder_config
+        return [shard for name, p in self.model.named_parameters() for shard in local_shards(config, name, p.detach())]
 
-    def _files(self, folder: Path) -> Files:
-        _, family, config = read_shape(Path(self.case.folder))
-        with torch.device("meta"):
-            return Files(folder, family, Decoder(config))
+    def _files(self, folder: Path) -> WeightFiles:
+        return _open_files(folder, Path(self.case.folder))
+
+
+def _open_files(folder: Path, model: Path) -> WeightFiles:
+    """Tensors by Hugging Face name, to be read by the names of the unfused parameters of `model`."""
+    hf_config, _, config = read_model_config(model)
+    with torch.device("meta"):
+        return WeightFiles(folder, WEIGHT_NAMES[hf_config["model_type"]], Decoder(config))
+
+
+def check_layouts(cases: Sequence[Case], world_size: int, root: Path) -> dict[str, dict[str, float]]:
+    """Checks the cases in one launch. Returns the largest difference of each kind, by case."""
+    references = {case.folder: str(reference_of(Path(case.folder))) for case in cases}
+    saved = Path(tempfile.mkdtemp(dir=root))
+    ranks = launch_procs(check_cases, world_size, cases, references, str(saved), timeout=300)
+    return {
+        case.name: assert_parity(case, list(results), saved / case.name, Path(references[case.folder]))
+        for case, results in zip(cases, zip(*ranks, strict=True), strict=True)
+    }
+
+
+def reference_of(folder: Path) -> Path:
+    """The reference's values for a model, written at first use beside the model."""
+    target = folder.with_name(f"{folder.name}-reference")
+    return target if target.exists() else write_reference(folder, target)
 
 
 def check_cases(cases: Sequence[Case], references: dict[str, str], saved: str) -> list[dict[str, Any]]:
-    """What one rank finds; every case has a mesh of its own, on the same processes."""
-    found = []
+    """One rank's results. Every case has its own mesh, on the same processes."""
+    results = []
     for case in cases:
-        with opened(ParallelConfig(**case.parallel), CPU, mixed=True) as place:
-            side = SharedSide(case, Path(references[case.folder]), place)
-            found.append(side.check(Path(saved) / case.name))
-    return found
+        with init_distributed(ParallelConfig(**case.parallel), CPU, mixed_precision=True) as ctx:
+            side = ShardedSide(case, Path(references[case.folder]), ctx)
+            results.append(side.check(Path(saved) / case.name))
+    return results
 
 
-def judge(case: Case, found: list[dict[str, Any]], saved: Path) -> parity.Worst:
-    """One case's findings of all ranks, put together and held to the protocol's limits."""
-    worst, free = parity.Worst(), parity.Worst()
-    assert max(rank["logits"] for rank in found) <= LOGITS_LIMIT, case.name
+def assert_parity(case: Case, results: list[dict[str, Any]], saved: Path, reference: Path) -> dict[str, float]:
+    """Adds up all ranks' results for a case and checks them. Returns the largest difference of each kind."""
+    locked, free = parity.Differences(), parity.Differences()
+    for rank in results:
+        locked.see("logits", rank["logits"])
+        for step in rank["locked"]:
+            locked.see("loss", step["loss"])
+            locked.see("norm", step["norm"])
+            _see_weights(locked, step["weights"])
+        free.see("loss", rank["free"]["loss"])
+        _see_weights(free, rank["free"]["weights"])
     for number in range(LOCKED_STEPS):
-        total: dict[str, tuple[float, float]] = {}
-        for rank in found:
-            locked = rank["locked"][number]
-            worst.see(loss=locked["loss"], norm=locked["norm"], weight=locked["weight"])
-            for name, (difference, size) in locked["gradients"].items():
-                before = total.get(name, (0.0, 0.0))
-                total[name] = before[0] + difference, before[1] + size
-        all_squares = sum(size for _, size in total.values())
-        for name, (difference, size) in total.items():
-            if size <= parity.ZERO_LIMIT**2 * all_squares:
-                # Zero by mathematics: rounding alone is left of it on both sides.
-                assert difference <= (2 * parity.ZERO_LIMIT) ** 2 * all_squares, name
-                continue
-            worst.see(gradient=math.sqrt(difference / size))
-            assert worst.gradient <= parity.GRADIENT_LIMIT, (case.name, name, worst)
-    for rank in found:
-        free.see(loss=rank["free"]["loss"], weight=rank["free"]["weight"])
-    assert worst.loss <= parity.LOSS_LIMIT, (case.name, worst)
-    assert worst.norm <= parity.NORM_LIMIT, (case.name, worst)
-    assert worst.weight <= parity.FREE_WEIGHT_LIMIT, (case.name, worst)
-    assert free.loss <= parity.FREE_LOSS_LIMIT, (case.name, free)
-    assert free.weight <= parity.FREE_WEIGHT_LIMIT, (case.name, free)
-    _judge_files(case, found, saved)
-    worst.see(weight=free.weight)
-    return worst
+        _see_gradients(locked, [rank["locked"][number]["gradients"] for rank in results])
+    folder, zeros = Path(case.folder), [name for kind, name in locked.largest if kind == "zero gradient"]
+    locked.check(parity.LOCKED_LIMITS, lambda: _locked_rounding(folder, reference, zeros), case.name)
+    free.check(parity.FREE_LIMITS, lambda: free_rounding(folder, reference), case.name)
+    _assert_files(case, results, saved)
+    worst = {kind: locked.worst(kind) for kind in ("loss", "norm", "gradient")}
+    return worst | {"weight": max(locked.worst("weight"), free.worst("weight"))}
 
 
-def _judge_files(case: Case, found: list[dict[str, Any]], saved: Path) -> None:
-    """Put together, the ranks' files are what they held, and for the untrained model the file it came from."""
-    _, family, config = read_shape(Path(case.folder))
+def _see_weights(differences: parity.Differences, weights: dict[str, float]) -> None:
+    for name, value in weights.items():
+        differences.see("weight", value, name)
+
+
+def _see_gradients(differences: parity.Differences, ranks: list[dict[str, tuple[float, float]]]) -> None:
+    """One step's gradients. Those next to nothing beside the norm of all are zero by mathematics and hold rounding
+    only, on both sides."""
+    total: dict[str, tuple[float, float]] = {}
+    for squares in ranks:
+        for name, (difference, size) in squares.items():
+            before = total.get(name, (0.0, 0.0))
+            total[name] = before[0] + difference, before[1] + size
+    all_squares = sum(size for _, size in total.values())
+    for name, (difference, size) in total.items():
+        if size <= parity.ZERO_LIMIT**2 * all_squares:
+            # Half of it: both sides may have rounding of that size.
+            differences.see("zero gradient", math.sqrt(difference / all_squares) / 2, name)
+        else:
+            differences.see("gradient", math.sqrt(difference / size), name)
+
+
+def _locked_rounding(folder: Path, reference: Path, zeros: list[str]) -> parity.Differences:
+    plain = load_reference(folder)
+    largest = parity.measure_rounding(plain, _steps(reference)[:LOCKED_STEPS], True, zeros, partial(_unfused, folder))
+    logits = load_file(reference / "logits.safetensors")
+    own = parity.logits_rounding(plain.model, logits["ids"]).worst("logits")
+    largest.see("logits", own / max(1.0, logits["logits"].abs().max().item()))
+    return largest
+
+
+def free_rounding(folder: Path, reference: Path) -> parity.Differences:
+    """The reference's own rounding in the free-running form, by the names of our unfused parameters."""
+    plain = load_reference(folder)
+    return parity.measure_rounding(plain, _steps(reference), False, rename=partial(_unfused, folder))
+
+
+def _unfused(model: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by Hugging Face name as our unfused parameters: writes a file and reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write(tensors, Path(folder) / "tensors")
+        files = _open_files(Path(folder) / "tensors", model)
+        dtype = next(iter(tensors.values())).dtype
+        parameters = {name: torch.empty(shape, dtype=dtype) for name, shape in files.shapes.items()}
+        for name, parameter in parameters.items():
+            files.read_into(name, parameter, (0,) * parameter.dim())
+    return parameters
+
+
+def _steps(reference: Path) -> list[parity.MicroBatches]:
+    return json.loads((reference / "reference.json").read_text())["steps"]
+
+
+def _assert_files(case: Case, results: list[dict[str, Any]], saved: Path) -> None:
+    """The ranks' files together hold what the ranks held, and for the untrained model the file it came from."""
+    hf_config, _, config = read_model_config(Path(case.folder))
     original = load_file(Path(case.folder) / "model.safetensors")
-    again = disk_tensors(_whole(saved / "untrained"), family)
-    assert again.keys() == original.keys()
-    assert all(torch.equal(again[name], original[name]) for name in original), case.name
-    trained = _whole(saved / "trained")
-    for rank in found:
-        for name, offset, box in rank["held"]:
-            there = tuple(slice(at, at + size) for at, size in zip(offset, box.shape, strict=True))
-            assert torch.equal(trained[name][there], box), (case.name, name)
+    untrained = hf_tensors(read_tensors(saved / "untrained"), WEIGHT_NAMES[hf_config["model_type"]])
+    assert untrained.keys() == original.keys()
+    assert all(torch.equal(untrained[name], original[name]) for name in original), case.name
+    trained = read_tensors(saved / "trained")
+    assert_shards_in([shard for rank in results for shard in rank["shards"]], trained, case.name)
     with torch.device("meta"):
-        assert trained.keys() == Decoder(config).pieces().keys()
+        assert trained.keys() == Decoder(config).unfused_parameters().keys()
 
 
-def _whole(folder: Path) -> dict[str, Tensor]:
-    files = SlicedFiles(slice_files(folder, WEIGHTS))
-    found = {name: torch.empty(files.shape(name), dtype=files.dtype(name)) for name in files.names}
-    for name, tensor in found.items():
+def assert_shards_in(shards: list[Shard], tensors: dict[str, Tensor], label: str) -> None:
+    for name, offset, shard in shards:
+        index = tuple(slice(at, at + size) for at, size in zip(offset, shard.shape, strict=True))
+        assert torch.equal(tensors[name][index], shard), (label, name)
+
+
+def read_tensors(folder: Path, kind: str = WEIGHTS) -> dict[str, Tensor]:
+    """The tensors that the ranks' files of a checkpoint hold together."""
+    files = ShardedFiles(shard_files(folder, kind))
+    tensors = {name: torch.full(files.shape(name), math.nan, dtype=files.dtype(name)) for name in files.names}
+    for name, tensor in tensors.items():
         files.read_into(name, tensor, (0,) * tensor.dim())
-    return found
+    return tensors
 
 
-def _box(files: Files, box: Slice) -> Tensor:
-    right = torch.empty_like(box.tensor)
-    files.read_into(box.name, right, box.offset)
-    return right
+def _read_like(files: WeightFiles, shard: TensorShard) -> Tensor:
+    values = torch.empty_like(shard.tensor)
+    files.read_into(shard.name, values, shard.offset)
+    return values
 
 
-def _apart(logits: Tensor, wanted: Tensor) -> float:
-    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return (whole - wanted).abs().max().item() / max(1.0, wanted.abs().max().item())
+def _relative_difference(logits: Tensor, expected: Tensor) -> float:
+    full = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return (full - expected).abs().max().item() / max(1.0, expected.abs().max().item())

@@ -1,6 +1,6 @@
-"""Runs in processes of their own, from a forkserver that has already imported everything slow.
+"""Runs functions in child processes of a forkserver that has already imported all slow modules.
 
-A child starts in a few hundredths of a second, so a test can afford to kill a training run at every one of its steps.
+A child starts in a few hundredths of a second, so a test can kill a training run at every step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchstone.config import load_config
 from torchstone.training.loop import Callback, Run
 
 TIMEOUT = 120
-# Installed modules only: the forkserver does not see the path of the tests. An optimizer imports torch._dynamo.
+# Only installed modules: the forkserver does not know the folder of the tests. An optimizer imports torch._dynamo.
 PRELOADED = [
     "torchstone.api",
     "torch._dynamo",
@@ -30,7 +30,7 @@ PRELOADED = [
 
 
 class KillAt(Callback):
-    """SIGKILL to this very process: after a step is computed, or after its checkpoint is committed."""
+    """Kills its own process after a step, or after a checkpoint is complete."""
 
     def __init__(self, step: int, when: str) -> None:
         self.step, self.when = step, when
@@ -45,7 +45,7 @@ class KillAt(Callback):
 
 
 class KillWhileSaving(Callback):
-    """SIGKILL in the middle of writing a checkpoint: its files are there, its name is not."""
+    """Kills its own process while it writes a checkpoint: after the files, before the manifest."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -63,7 +63,7 @@ def train(overrides: dict[str, Any], callbacks: tuple[Callback, ...] = ()) -> No
 
 
 def run(target: Callable[..., None], *arguments: Any) -> int:
-    """The exit code of `target` in a process of its own; a negative one is a signal. A hang fails."""
+    """Runs `target` in a child process and returns its exit code, negative for a signal. A hang is an error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=_guarded, args=(target, *arguments))

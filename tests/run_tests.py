@@ -1,4 +1,4 @@
-"""Runs the suite, one line a file, and the comparisons that print tables: `python tests/run_tests.py`.
+"""Runs the suite with one line per file, then prints the tables of comparisons: `python tests/run_tests.py`.
 
 Arguments go to pytest: `python tests/run_tests.py -k resume`.
 """
@@ -11,24 +11,24 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-# Run as scripts, these print what their tests measure.
+# As scripts these print what their tests measure.
 TABLES = ("test_batch_lengths_to_minibatches.py", "test_llama_parity.py")
 
 
 def main() -> int:
     failed = []
     for path in sorted([*TESTS.glob("test_*.py"), *TESTS.glob("*/test_*.py")]):
-        began = time.monotonic()
+        started = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", str(path), *sys.argv[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
-        # 5: nothing in this file matches the arguments.
-        verdict = {0: "passed", 5: "nothing to run"}.get(done.returncode, "FAILED")
-        lines = done.stdout.strip().splitlines()
+        process = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
+        # 5: no test in this file matches the arguments.
+        result = {0: "passed", 5: "nothing to run"}.get(process.returncode, "FAILED")
+        lines = process.stdout.strip().splitlines()
         name = path.relative_to(TESTS.parent)
-        print(f"{name!s:<45} {verdict:<15} {time.monotonic() - began:6.1f} s  {lines[-1] if lines else ''}")
-        if verdict == "FAILED":
+        print(f"{name!s:<45} {result:<15} {time.monotonic() - started:6.1f} s  {lines[-1] if lines else ''}")
+        if result == "FAILED":
             failed.append(name)
-            print(done.stdout[-4000:], done.stderr[-2000:])
+            print(process.stdout[-4000:], process.stderr[-2000:])
     if not sys.argv[1:]:
         for name in TABLES:
             print(f"\n{name}", flush=True)

@@ -1,4 +1,4 @@
-"""Both sides of a parity test: Transformers in a plain loop, and the package's own step fed with the same rows."""
+"""Both sides of a parity test: Transformers in a plain loop, and the package's own step on the same batches."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import torch
 from torch import Tensor
 
 import parity
+from steps import train_step
+from torchstone.checkpoint.model_folder import load_model
+from torchstone.checkpoint.weight_files import WeightFiles, hf_tensors
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig
-from torchstone.data.collate import BUCKET, MicroBatch, collate
-from torchstone.data.encode import Encoded
+from torchstone.data.collate import LENGTH_MULTIPLE, MicroBatch, collate
+from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
-from torchstone.models.execution import AS_IT_COMES, Execution
-from torchstone.models.opening import load_model
-from torchstone.models.weights import Files, disk_tensors
+from torchstone.models.execution import DEFAULT_EXECUTION, Execution
 from torchstone.optim.build import build_optimizer
-from torchstone.parallel.running import Runner
-from torchstone.training import step as training_step
+from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.runner import Runner
 
 MAX_NORM = 0.5
 WEIGHT_DECAY = 0.1
 
 
 class OurSide:
-    """The package's own step, fed with the protocol's micro-batches, packed into one row each or padded."""
+    """The package's own step on the protocol's micro-batches, each packed into one row or padded."""
 
     def __init__(
         self,
@@ -37,44 +39,46 @@ class OurSide:
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        execution: Execution = AS_IT_COMES,
+        execution: Execution = DEFAULT_EXECUTION,
     ) -> None:
         self.model = load_model(folder, torch.device("cpu"), execution=execution)
         self.packed, self.lr = packed, lr
         optim = OptimConfig(learning_rate=lr, betas=betas, eps=eps, weight_decay=WEIGHT_DECAY)
-        self.optimizer = build_optimizer(self.model.module.named_parameters(), optim)
+        self.optimizer = build_optimizer(self.model.module.named_parameters(), optim, self.model.roles())
+        self.weight_names = WEIGHT_NAMES[self.model.hf_config["model_type"]]
         self.gradients: dict[str, Tensor] = {}
         self.optimizer.register_step_pre_hook(lambda *_: self.keep_gradients())
 
     def keep_gradients(self) -> None:
-        self.gradients = self.on_disk({n: p.grad.clone() for n, p in self.model.module.named_parameters()})
+        self.gradients = self.to_hf({n: p.grad.clone() for n, p in self.model.module.named_parameters()})
 
-    def step(self, micro_batches: parity.MicroBatches) -> parity.StepNumbers:
+    def step(self, micro_batches: parity.MicroBatches) -> parity.StepValues:
         batch = self.batch(micro_batches)
         runner = Runner(self.model, torch.device("cpu"), self.packed)
-        done = training_step.train_step(runner, self.optimizer, batch, 1, self.lr, MAX_NORM)
-        return parity.StepNumbers(done.loss, done.grad_norm, self.gradients)
+        result = train_step(runner, self.optimizer, batch, 1, self.lr, MAX_NORM)
+        return parity.StepValues(result.loss, result.grad_norm, self.gradients)
 
     def batch(self, micro_batches: parity.MicroBatches) -> StepBatch:
         tensors = collated(micro_batches, self.packed)
         count = sum(int((t.labels != -100).sum()) for t in tensors)
         return StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
 
-    def on_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors shaped like our parameters, by Transformers' names and in its shapes."""
-        pieces = {box.name: box.tensor for n, t in tensors.items() for box in self.model.slices_of(n, t)}
-        return disk_tensors(pieces, self.model.family)
+    def to_hf(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors shaped like our parameters, by Hugging Face name and in its shapes."""
+        config = self.model.decoder_config
+        unfused = {shard.name: shard.tensor for n, t in tensors.items() for shard in local_shards(config, n, t)}
+        return hf_tensors(unfused, self.weight_names)
 
     def weights(self) -> dict[str, Tensor]:
-        return self.on_disk({n: p.detach().clone() for n, p in self.model.module.named_parameters()})
+        return self.to_hf({n: p.detach().clone() for n, p in self.model.module.named_parameters()})
 
     def lock(self, reference: parity.Reference) -> None:
-        """Our side gets the reference's weights and moments."""
-        theirs = dict(reference.model.named_parameters())
-        states = {name: reference.optimizer.state.get(p, {}) for name, p in theirs.items()}
-        weights = self.from_disk({name: p.detach() for name, p in theirs.items()})
+        """Copies the reference's weights and moments to our side."""
+        parameters = dict(reference.model.named_parameters())
+        states = {name: reference.optimizer.state.get(p, {}) for name, p in parameters.items()}
+        weights = self.from_hf({name: p.detach() for name, p in parameters.items()})
         moments = {
-            kind: self.from_disk({name: state[kind] for name, state in states.items()})
+            kind: self.from_hf({name: state[kind] for name, state in states.items()})
             for kind in ("exp_avg", "exp_avg_sq")
             if all(state for state in states.values())
         }
@@ -86,30 +90,35 @@ class OurSide:
                 state["step"] = next(iter(states.values()))["step"].clone()
             self.optimizer.state[parameter] = state
 
-    def from_disk(self, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The other way: written as a file would be, and loaded."""
+    def from_hf(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `to_hf`: writes a file and loads it."""
         from safetensors.torch import save_file
 
         twin = copy.deepcopy(self.model.module)
-        with tempfile.TemporaryDirectory() as place:
-            save_file({name: tensor.contiguous() for name, tensor in theirs.items()}, Path(place) / "model.safetensors")
-            Files(Path(place), self.model.family, twin).load(twin)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.safetensors"
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            WeightFiles(Path(folder), self.weight_names, twin).load(twin)
         return {name: parameter.detach() for name, parameter in twin.named_parameters()}
 
 
-def collated(micro_batches: parity.MicroBatches, packed: bool, multiple: int = BUCKET) -> list[MicroBatch]:
-    """The protocol's micro-batches as ours, each packed into one row or padded."""
-    encoded = [[Encoded(np.array(ids), np.array(labels)) for ids, labels in sequences] for sequences in micro_batches]
-    return [collate([each] if packed else [[one] for one in each], 0, multiple) for each in encoded]
+def collated(micro_batches: parity.MicroBatches, packed: bool, multiple: int = LENGTH_MULTIPLE) -> list[MicroBatch]:
+    """The protocol's micro-batches in the package's form, each packed into one row or padded."""
+    return [
+        collate([sequences] if packed else [[sequence] for sequence in sequences], 0, multiple)
+        for sequences in (
+            [TokenSequence(np.array(ids), np.array(labels)) for ids, labels in batch] for batch in micro_batches
+        )
+    ]
 
 
 def both_sides(
-    folder: Path, packed: bool, settings: dict[str, Any], execution: Execution = AS_IT_COMES, **theirs: Any
+    folder: Path, packed: bool, settings: dict[str, Any], execution: Execution = DEFAULT_EXECUTION, **load_args: Any
 ) -> tuple[parity.Reference, OurSide]:
-    """Transformers in a plain loop, loaded with `theirs`, and the package's own step."""
+    """The reference, loaded by Transformers with `load_args`, and our side."""
     from transformers import AutoModelForCausalLM
 
-    chosen = {key: settings[key] for key in ("lr", "betas", "eps")}
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **theirs)
-    optimizer = parity.reference_adamw(model, WEIGHT_DECAY, **chosen)
-    return parity.Reference(model, optimizer, MAX_NORM), OurSide(folder, packed, **chosen, execution=execution)
+    optim = {key: settings[key] for key in ("lr", "betas", "eps")}
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **load_args)
+    optimizer = parity.reference_adamw(model, WEIGHT_DECAY, **optim)
+    return parity.Reference(model, optimizer, MAX_NORM), OurSide(folder, packed, **optim, execution=execution)

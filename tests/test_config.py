@@ -1,4 +1,4 @@
-"""Settings: one spelling in every format, later wins, and a wrong word is answered with the right one."""
+"""Config files, presets, flags and Python give one checked config; every mistake is named with its correction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from torchstone.config import load_config, to_dict
 from torchstone.config.help import config_table, field_help
-from torchstone.config.load import ALIASES, PRESET_DIR, fields, from_dict, split_flags
+from torchstone.config.load import ALIASES, PRESET_DIR, extract_config_flags, fields, from_dict
 from torchstone.config.schema import SECTION_HELP, Config
 from torchstone.errors import UsageError
 
@@ -47,48 +47,34 @@ betas = [0.9, 0.99]
 FILES = {"run.json": JSON_FILE, "run.yaml": YAML_FILE, "run.toml": TOML_FILE}
 
 
-def message(path: Path | None = None, preset: str | None = None, **overrides: object) -> str:
+def error_text(**overrides: object) -> str:
     with pytest.raises(UsageError) as caught:
-        load_config(path, preset, MINIMAL | {key.replace("__", "."): value for key, value in overrides.items()})
+        load_config(overrides=MINIMAL | {key.replace("__", "."): value for key, value in overrides.items()})
     assert caught.value.exit_code == 2
     return str(caught.value)
 
 
 class TestFormats:
-    def test_every_format_and_the_command_line_give_the_same_config(self, tmp_path: Path) -> None:
+    def test_files_flags_and_python_give_the_same_config(self, tmp_path: Path) -> None:
         configs = []
         for name, text in FILES.items():
             (tmp_path / name).write_text(text)
             configs.append(load_config(tmp_path / name))
-        _, pairs = split_flags(
-            [
-                "--model.depth",
-                "2",
-                "--model.tokenizer",
-                "http://not-a-comment",
-                "--data.path",
-                "x.jsonl",
-                "--optim.learning-rate",
-                "2e-5",
-                "--optim.betas=0.9,0.99",
-            ]
-        )
+        args = "--model.depth 2 --model.tokenizer http://not-a-comment --data.path x.jsonl --optim.learning-rate 2e-5"
+        pairs, _ = extract_config_flags([*args.split(), "--optim.betas=0.9,0.99"])
         configs.append(load_config(overrides=pairs))
-        configs.append(
-            load_config(
-                overrides={
-                    "model": {"depth": 2, "tokenizer": "http://not-a-comment"},
-                    "data.path": "x.jsonl",
-                    "optim": {"learning_rate": 2e-5, "betas": (0.9, 0.99)},
-                }
-            )
-        )
+        sections = {
+            "model": {"depth": 2, "tokenizer": "http://not-a-comment"},
+            "data.path": "x.jsonl",
+            "optim": {"learning_rate": 2e-5, "betas": (0.9, 0.99)},
+        }
+        configs.append(load_config(overrides=sections))
         assert all(config == configs[0] for config in configs)
         assert configs[0].optim.learning_rate == 2e-5
         assert configs[0].optim.betas == (0.9, 0.99)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_an_unknown_key_is_named_with_file_line_and_the_nearest_name(self, tmp_path: Path, name: str) -> None:
+    def test_an_unknown_key_gets_file_line_and_the_nearest_name(self, tmp_path: Path, name: str) -> None:
         path = tmp_path / name
         path.write_text(FILES[name].replace("betas", "beta_s"))
         line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "beta_s" in text)
@@ -98,7 +84,7 @@ class TestFormats:
         assert "did you mean 'optim.betas'?" in str(caught.value)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_a_wrong_value_is_named_with_file_and_line(self, tmp_path: Path, name: str) -> None:
+    def test_a_wrong_value_gets_file_and_line(self, tmp_path: Path, name: str) -> None:
         path = tmp_path / name
         path.write_text(FILES[name].replace("2e-5", "-1"))
         line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "-1" in text)
@@ -113,31 +99,31 @@ class TestFormats:
             ("a.toml", "[optim]\neps = 1e-6\neps = 1e-7\n"),
         ],
     )
-    def test_a_key_given_twice_is_refused(self, tmp_path: Path, name: str, text: str) -> None:
+    def test_a_repeated_key_is_refused(self, tmp_path: Path, name: str, text: str) -> None:
         (tmp_path / name).write_text(text)
-        with pytest.raises(UsageError, match="twice|overwrite"):
+        with pytest.raises(UsageError, match="duplicate key|overwrite"):
             load_config(tmp_path / name)
 
     @pytest.mark.parametrize(
         ("name", "text"), [("a.json", '{"optim": {"eps" 1}}'), ("a.yaml", "optim: [1\n"), ("a.toml", "[optim\n")]
     )
-    def test_a_broken_file_is_named_with_its_line(self, tmp_path: Path, name: str, text: str) -> None:
+    def test_a_syntax_error_gets_file_and_line(self, tmp_path: Path, name: str, text: str) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError, match=rf"{name}:\d+: not (JSON|YAML|TOML)"):
             load_config(tmp_path / name)
 
-    def test_a_missing_file_says_which_ones_are_there(self, tmp_path: Path) -> None:
+    def test_a_missing_file_lists_the_files_beside_it(self, tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text("")
         with pytest.raises(UsageError, match="config files in .*run.yaml"):
             load_config(tmp_path / "rum.yaml")
 
-    def test_commas_inside_text_are_left_alone(self, tmp_path: Path) -> None:
+    def test_commas_inside_strings_stay(self, tmp_path: Path) -> None:
         path = tmp_path / "a.json"
         path.write_text('{"output_dir": "runs/a,]b, }", "training": {"max_steps": 3,},}')
         config = load_config(path, "debug")
         assert (config.output_dir, config.training.max_steps) == ("runs/a,]b, }", 3)
 
-    def test_an_empty_section_is_nothing_and_an_empty_unknown_one_is_wrong(self, tmp_path: Path) -> None:
+    def test_a_section_may_be_empty_if_it_exists(self, tmp_path: Path) -> None:
         path = tmp_path / "a.yaml"
         path.write_text("optim:\n#  eps: 1e-6\ndata: {}\n")
         assert load_config(path, "debug").optim.eps == 1e-8
@@ -145,7 +131,7 @@ class TestFormats:
         with pytest.raises(UsageError, match="a.yaml:1: unknown key 'trainnig'"):
             load_config(path, "debug")
 
-    def test_a_key_inside_an_inline_table_has_a_line_too(self, tmp_path: Path) -> None:
+    def test_a_key_in_an_inline_table_has_a_line(self, tmp_path: Path) -> None:
         path = tmp_path / "a.toml"
         path.write_text('output_dir = "x"\noptim = {esp = 1e-6}\n')
         with pytest.raises(UsageError, match="a.toml:2: unknown key 'optim.esp'"):
@@ -163,17 +149,17 @@ class TestPrecedence:
         config = load_config(path, "debug", {"training.seed": 9})
         assert (config.model.depth, config.training.max_steps, config.training.seed) == (2, 77, 9)
 
-    def test_a_model_path_takes_back_the_shape_of_a_preset(self) -> None:
+    def test_a_model_path_replaces_the_new_model_of_a_preset(self) -> None:
         config = load_config(preset="debug", overrides={"model.path": "somewhere"})
         assert (config.model.path, config.model.depth, config.model.tokenizer) == ("somewhere", None, None)
 
-    def test_another_model_path_keeps_the_tokenizer_that_was_chosen(self, tmp_path: Path) -> None:
+    def test_another_model_path_keeps_an_explicit_tokenizer(self, tmp_path: Path) -> None:
         path = tmp_path / "run.yaml"
         path.write_text("model: {path: one, tokenizer: mine}\ndata: {path: x.jsonl}\n")
         config = load_config(path, overrides={"model.path": "two"})
         assert (config.model.path, config.model.tokenizer) == ("two", "mine")
 
-    def test_a_depth_takes_back_the_model_path_of_a_preset(self) -> None:
+    def test_a_depth_replaces_the_model_path_of_a_preset(self) -> None:
         config = load_config(preset="demo-chat", overrides={"model.depth": 3, "model.tokenizer": "demo:tokenizer"})
         assert (config.model.path, config.model.depth) == (None, 3)
 
@@ -189,7 +175,7 @@ class TestPrecedence:
             ("batch_size: 2", {}, (8, None)),
         ],
     )
-    def test_the_micro_steps_take_back_the_global_batch_of_an_earlier_source_and_the_other_way_round(
+    def test_grad_accum_steps_and_global_batch_size_replace_each_other_in_later_sources(
         self, tmp_path: Path, file: str, flags: dict[str, object], expected: tuple[int | None, int | None]
     ) -> None:
         path = tmp_path / "run.yaml"
@@ -197,54 +183,46 @@ class TestPrecedence:
         training = load_config(path, "debug", flags).training
         assert (training.global_batch_size, training.grad_accum_steps) == expected
 
-    def test_path_and_depth_in_one_place_are_refused(self) -> None:
-        assert "model.depth shapes a new model" in message(model__path="x")
+    def test_path_and_depth_in_one_source_are_refused(self) -> None:
+        assert "model.depth is for a new model" in error_text(model__path="x")
 
     @pytest.mark.parametrize("name", sorted(path.stem for path in PRESET_DIR.glob("*.yaml")))
     def test_every_preset_is_valid(self, name: str) -> None:
         assert isinstance(load_config(preset=name), Config)
 
-    def test_an_unknown_preset_lists_them(self) -> None:
+    def test_an_unknown_preset_gets_the_nearest_name(self) -> None:
         with pytest.raises(UsageError, match="did you mean 'production'"):
             load_config(preset="prodution")
 
 
 class TestAliases:
     def test_the_names_of_other_trainers_work(self) -> None:
-        config = load_config(
-            overrides=MINIMAL
-            | {
-                "training.grad_accum_nums": 3,
-                "training.num_workers": 8,
-                "training.learning_rate": 0.5,
-                "training.max_grad_norm": 2,
-                "training.context_length": 99,
-                "training.use_amp": False,
-            }
-        )
+        aliases = {
+            "training.grad_accum_nums": 3, "training.num_workers": 8, "training.learning_rate": 0.5,
+            "training.max_grad_norm": 2, "training.context_length": 99, "training.use_amp": False,
+        }  # fmt: skip
+        config = load_config(overrides=MINIMAL | aliases)
         assert config.training.grad_accum_steps == 3
         assert config.data.num_workers == 8
         assert config.optim.learning_rate == 0.5
         assert config.optim.max_grad_norm == 2
         assert config.data.context_length == 99
         assert config.training.precision == "fp32"
-
-    def test_mixed_precision_may_be_asked_for_by_the_name_of_others(self) -> None:
         assert load_config(overrides=MINIMAL | {"training.use_amp": True}).training.precision == "bf16"
 
     def test_two_spellings_of_one_key_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "a.yaml"
         path.write_text("training:\n  max_steps: 3\n  max-steps: 4\n")
-        with pytest.raises(UsageError, match="are one setting"):
+        with pytest.raises(UsageError, match="are the same setting"):
             load_config(path, "debug")
 
-    def test_every_alias_means_a_key(self) -> None:
+    def test_every_alias_names_a_key(self) -> None:
         assert set(ALIASES.values()) <= set(fields())
         assert not set(ALIASES) & set(fields())
 
     def test_two_names_of_one_setting_are_refused(self) -> None:
-        text = message(training__learning_rate=1e-3, optim__learning_rate=2e-3)
-        assert "are one setting" in text
+        text = error_text(training__learning_rate=1e-3, optim__learning_rate=2e-3)
+        assert "are the same setting" in text
 
 
 class TestWrongValues:
@@ -252,9 +230,9 @@ class TestWrongValues:
         ("key", "value", "expected"),
         [
             ("training.max_steps", "0", "must be at least 1, not 0"),
-            ("training.max_steps", "ten", "must be a whole number, not 'ten'"),
-            ("training.max_steps", "1.5", "must be a whole number"),
-            ("training.max_steps", True, "must be a whole number"),
+            ("training.max_steps", "ten", "must be an integer, not 'ten'"),
+            ("training.max_steps", "1.5", "must be an integer"),
+            ("training.max_steps", True, "must be an integer"),
             ("optim.learning_rate", "nan", "must be a number"),
             ("optim.learning_rate", [1], "must be a number"),
             ("optim.betas", "0.9", "takes 2 values, not 1"),
@@ -263,18 +241,18 @@ class TestWrongValues:
             ("optim.no_decay", "norm,biases", "the kinds are norm, bias, embed, head, matrix"),
             ("data.shuffle", "maybe", "must be true or false"),
             ("data.validation_split", "1.5", "at most 1"),
-            ("data.validation_split", 1, "leaves nothing to train on"),
+            ("data.validation_split", 1, "leaves no training data"),
             ("training.mode", "token", "add --training.max_tokens N"),
-            ("training.validate_every_steps", 5, "nothing to validate on"),
-            ("checkpoint.save_best", True, "nothing to validate on"),
+            ("training.validate_every_steps", 5, "there is no validation data"),
+            ("checkpoint.save_best", True, "there is no validation data"),
             ("optim.decay_steps", 5, "is for schedule wsd, not cosine"),
         ],
     )
-    def test_an_impossible_value_says_what_would_do(self, key: str, value: object, expected: str) -> None:
-        assert expected in message(**{key.replace(".", "__"): value})
+    def test_an_impossible_value_is_explained(self, key: str, value: object, expected: str) -> None:
+        assert expected in error_text(**{key.replace(".", "__"): value})
 
     @pytest.mark.parametrize(
-        ("key", "meant"),
+        ("key", "nearest"),
         [
             ("optim.learning_rat", "optim.learning_rate"),
             ("training.lr", "optim.learning_rate"),
@@ -283,13 +261,13 @@ class TestWrongValues:
             ("learning_rate", "optim.learning_rate"),
         ],
     )
-    def test_a_misspelt_key_gets_the_right_one(self, key: str, meant: str) -> None:
-        assert f"did you mean '{meant}'?" in message(**{key.replace(".", "__"): 1})
+    def test_a_misspelled_key_gets_the_nearest_name(self, key: str, nearest: str) -> None:
+        assert f"did you mean '{nearest}'?" in error_text(**{key.replace(".", "__"): 1})
 
-    def test_infinite_needs_a_schedule_without_end(self) -> None:
-        assert "use --optim.schedule constant" in message(training__mode="infinite")
+    def test_an_infinite_run_needs_a_constant_schedule(self) -> None:
+        assert "use --optim.schedule constant" in error_text(training__mode="infinite")
 
-    def test_nothing_is_a_list_too(self) -> None:
+    def test_none_is_an_empty_list(self) -> None:
         assert load_config(overrides=MINIMAL | {"optim.no_decay": "none"}).optim.no_decay == ()
 
     @pytest.mark.parametrize(
@@ -302,12 +280,12 @@ class TestWrongValues:
         ],
         ids=["5000 digits", "401 digits", "deep", "recursive"],
     )
-    def test_absurd_files_are_answered_too(self, tmp_path: Path, name: str, text: str) -> None:
+    def test_absurd_files_are_usage_errors(self, tmp_path: Path, name: str, text: str) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError):
             load_config(tmp_path / name, "debug")
 
-    def test_large_whole_numbers_keep_every_digit(self) -> None:
+    def test_large_integers_keep_every_digit(self) -> None:
         config = load_config(overrides=MINIMAL | {"training.max_tokens": "9007199254740993"})
         assert config.training.max_tokens == 9007199254740993
         assert load_config(overrides=MINIMAL | {"training.max_tokens": "1e9"}).training.max_tokens == 10**9
@@ -324,13 +302,12 @@ class TestHelp:
 
 
 class TestFlags:
-    def test_flags_are_taken_out_and_the_rest_stays_in_order(self) -> None:
-        rest, pairs = split_flags(
-            ["train", "a.yaml", "--data.shuffle", "--optim.eps=1e-9", "--debug", "--model.depth", "3"]
-        )
-        assert rest == ["train", "a.yaml", "--debug"]
+    def test_config_flags_are_extracted_and_other_arguments_stay_in_order(self) -> None:
+        args = ["train", "a.yaml", "--data.shuffle", "--optim.eps=1e-9", "--debug", "--model.depth", "3"]
+        pairs, remaining = extract_config_flags(args)
+        assert remaining == ["train", "a.yaml", "--debug"]
         assert pairs == [("data.shuffle", "true"), ("optim.eps", "1e-9"), ("model.depth", "3")]
 
-    def test_a_false_is_a_value(self) -> None:
-        _, pairs = split_flags(["--data.shuffle", "false"])
+    def test_a_switch_can_be_false(self) -> None:
+        pairs, _ = extract_config_flags(["--data.shuffle", "false"])
         assert load_config(overrides=[*MINIMAL.items(), *pairs]).data.shuffle is False

@@ -1,7 +1,7 @@
-"""The documentation is run: every bash and Python block of every page, in order, in a folder of its own.
+"""Runs the documentation: every bash and Python block of every page, in order, each page in its own folder.
 
-`# exit N` behind a command is the exit code it must have, and `# exit N: TEXT` what it must say. A `torchstone` command
-runs in this process, which saves the seconds that importing torch takes.
+`# exit N` after a command is the exit code it must have, and `# exit N: TEXT` also what it must print. A `torchstone`
+command runs in this process, which saves the seconds that importing torch takes.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from torchstone import cli
+from torchstone.checkpoint import weight_names
 from torchstone.config.help import markdown_table
 from torchstone.models import families
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# The installation is what makes this test run at all; the demo is run in its shortened form.
-INSTEAD = {"pip install -c constraints.txt -e .": None, "make demo": f"{sys.executable} -m torchstone.demo --quick"}
+# The package is installed already, or this test would not run; the demo runs in its short form.
+REPLACEMENTS = {
+    "pip install -c constraints.txt -e .": None,
+    "make demo": f"{sys.executable} -m torchstone.demo --quick",
+}
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    found = re.findall(r"^```(bash|python)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [(language, text) for language, text in found]
+    return re.findall(r"^```(bash|python)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a bash block: one a line, but for continuations and here-documents."""
-    found: list[str] = []
+    """The commands of a bash block: one per line, except for continuations and here-documents."""
+    commands: list[str] = []
     lines = iter(block.replace("\\\n", " ").splitlines())
     for line in lines:
         if not line.strip():
@@ -43,14 +47,14 @@ def commands(block: str) -> list[str]:
                 line += "\n" + inner
                 if inner == here.group(1):
                     break
-        found.append(line)
-    return found
+        commands.append(line)
+    return commands
 
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    words = shlex.split(command, comments=True) if "<<" not in command else []
-    if words[:1] == ["torchstone"]:
-        monkeypatch.setattr(sys, "argv", words)
+    argv = shlex.split(command, comments=True) if "<<" not in command else []
+    if argv[:1] == ["torchstone"]:
+        monkeypatch.setattr(sys, "argv", argv)
         try:
             cli.main()
             code = 0
@@ -59,50 +63,58 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         code = subprocess.run(["bash", "-c", command], env=os.environ | {"PATH": path}, check=False).returncode
-    said = capfd.readouterr()
-    return code, said.out + said.err
+    output = capfd.readouterr()
+    return code, output.out + output.err
+
+
+@pytest.fixture(scope="module")
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The token cache of all pages: tokenizing the demo corpus for each of them takes seconds."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_work(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    page: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # A page adds a family; other tests in this process do not know it.
-    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+    (tmp_path / "cache").symlink_to(token_cache)
+    # Two pages may run at once on two cores.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for language, block in blocks(page):
         if language == "python":
-            exec(compile(block, f"{page.name}", "exec"), {"__name__": "__main__"})
+            # docs/families.md adds a family; other tests in this process must not see it.
+            with patch.dict(families.FAMILIES), patch.dict(weight_names.WEIGHT_NAMES):
+                exec(compile(block, f"{page.name}", "exec"), {"__name__": "__main__"})
             continue
         for command in commands(block):
-            instead = INSTEAD.get(command, command)
-            if instead is None:
+            replacement = REPLACEMENTS.get(command, command)
+            if replacement is None:
                 continue
-            wanted = re.search(r"# exit (\d+)(?:: (.*))?$", command)
-            code, said = run_command(instead, monkeypatch, capfd)
-            assert code == (int(wanted.group(1)) if wanted else 0), f"{command}\n{said}"
-            if wanted and wanted.group(2):
-                assert wanted.group(2) in said, f"{command}\n{said}"
+            expected = re.search(r"# exit (\d+)(?:: (.*))?$", command)
+            code, output = run_command(replacement, monkeypatch, capfd)
+            assert code == (int(expected.group(1)) if expected else 0), f"{command}\n{output}"
+            if expected and expected.group(2):
+                assert expected.group(2) in output, f"{command}\n{output}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_point_to_files_that_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-def test_every_page_has_a_command_that_runs() -> None:
-    without = {"config-keys.md"}
+def test_every_page_has_a_block_that_runs() -> None:
     for page in (ROOT / "docs").glob("*.md"):
-        assert page.name in without or blocks(page), page.name
+        assert page.name == "config-keys.md" or blocks(page), page.name
 
 
-def test_the_table_of_keys_is_the_schemas() -> None:
+def test_the_table_of_keys_is_up_to_date() -> None:
     page = (ROOT / "docs/config-keys.md").read_text()
     assert page == markdown_table(), "run: python -m torchstone.config.help > docs/config-keys.md"
 
 
-def test_the_readmes_config_is_valid(tmp_path: Path) -> None:
+def test_the_config_in_the_readme_is_valid(tmp_path: Path) -> None:
     from torchstone.config import load_config
 
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -110,9 +122,8 @@ def test_the_readmes_config_is_valid(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run.yaml").checkpoint.save_best
 
 
-def test_the_tour_names_every_room() -> None:
+def test_the_tour_names_every_module() -> None:
     tour = (ROOT / "CONTRIBUTING.md").read_text()
     for path in (ROOT / "src/torchstone").rglob("*.py"):
-        name = path.name if path.parent.name != "torchstone" or path.stem != "__init__" else "api.py"
-        room = path.parent.name
-        assert name in tour or name == "__init__.py" or room in ("loss", "optim", "observe") or name == "help.py", path
+        if path.name not in ("__init__.py", "__main__.py"):
+            assert f"`{path.stem}`" in tour or f"{path.stem}.py" in tour, path

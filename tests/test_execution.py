@@ -1,5 +1,4 @@
-"""How a decoder runs: recomputing and compiling change no number, keep what they say, and compile a bounded number of
-times without a graph break."""
+"""How a decoder runs: activation checkpointing and torch.compile change no result, and compile few graphs."""
 
 from __future__ import annotations
 
@@ -13,161 +12,157 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from selection import the_rest
 from tiny_families import SHAPES, VOCABULARY, make_model
-from torchstone.errors import UsageError
-from torchstone.models.decoder import MLP, Decoder, DecoderConfig, LayerKind
-from torchstone.models.execution import Execution, compile_model, recompute_activations
+from torchstone.checkpoint.model_folder import load_model
+from torchstone.models.decoder import MLP, Decoder, DecoderConfig, LayerSpec, init_tensor
+from torchstone.models.execution import Execution, apply_activation_checkpointing, compile_decoder
 from torchstone.models.generate import generate
-from torchstone.models.opening import load_model
 
 CPU = torch.device("cpu")
-KINDS = (LayerKind(), LayerKind(window=5), LayerKind(rope=None), LayerKind())
+LAYERS = (LayerSpec(), LayerSpec(window=5), LayerSpec(rope=None), LayerSpec())
+# Families that differ most from one another: soft caps and windows, layer norms and learned positions.
+VARIED = ("gemma2", "gpt2")
+Inputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 @pytest.fixture(autouse=True)
-def anew() -> None:
+def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def decoder(layers: tuple[LayerKind, ...] = KINDS) -> Decoder:
+def make_decoder(layers: tuple[LayerSpec, ...] = LAYERS) -> Decoder:
     config = DecoderConfig(
-        vocab_size=VOCABULARY, width=32, heads=4, kv_heads=2, head_size=8, mlp_width=48, layers=layers
+        vocab_size=VOCABULARY, width=32, heads=4, kv_heads=2, head_dim=8, mlp_width=48, layers=layers
     )
-    made = Decoder(config)
-    made.initialise(0.1, seed=0)
-    return made
+    decoder = Decoder(config)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(init_tensor(config, name, parameter.shape, std=0.1, seed=0))
+    return decoder
 
 
-def rows(length: int, packed: bool = True, count: int = 2) -> tuple[Tensor, Tensor, Tensor | None]:
-    ids = torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(length))
-    cut = length // 3
-    positions = torch.cat((torch.arange(cut), torch.arange(length - cut))).expand(count, length)
-    docs = (torch.arange(length) >= cut).long().expand(count, length)
-    return (ids, positions, docs) if packed else (ids, torch.arange(length).expand(count, length), None)
+def make_inputs(length: int, packed: bool = True, rows: int = 2) -> Inputs:
+    """ids, positions and doc_ids; packed rows hold two documents."""
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+    if not packed:
+        return ids, torch.arange(length).expand(rows, length), None
+    first = length // 3
+    positions = torch.cat((torch.arange(first), torch.arange(length - first))).expand(rows, length)
+    return ids, positions, (torch.arange(length) >= first).long().expand(rows, length)
 
 
-def gradients(module: Decoder, batch: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
-    logits = module(*batch)
-    return [logits, *torch.autograd.grad(logits.square().mean(), list(module.parameters()))]
+def logits_and_gradients(decoder: Decoder, inputs: Inputs) -> list[Tensor]:
+    logits = decoder(*inputs)
+    return [logits, *torch.autograd.grad(logits.square().mean(), list(decoder.parameters()))]
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products and attention calls."""
+def assert_close(tensors: list[Tensor], expected: list[Tensor]) -> None:
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert (tensor - value).norm() <= 1e-6 * value.norm()
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts matmuls and attention calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.products = self.attentions = 0
+        self.matmuls = self.attentions = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
-        self.products += name in ("aten.mm.default", "aten.addmm.default")
+        self.matmuls += name in ("aten.mm.default", "aten.addmm.default")
         self.attentions += "scaled_dot_product" in name and "backward" not in name
         return function(*args, **(kwargs or {}))
 
 
-class TestRecompute:
-    @pytest.mark.parametrize("how", ["selective", "full"])
-    def test_the_numbers_are_the_same_bit_for_bit(self, how: Any) -> None:
-        plain, other = decoder(), decoder()
-        recompute_activations(other, how)
-        for got, wanted in zip(gradients(other, rows(24)), gradients(plain, rows(24)), strict=True):
-            assert torch.equal(got, wanted)
+class TestActivationCheckpointing:
+    @pytest.mark.parametrize("mode", ["selective", "full"])
+    def test_results_are_the_same_bit_for_bit(self, mode: Any) -> None:
+        decoder = make_decoder()
+        apply_activation_checkpointing(decoder, mode)
+        tensors, expected = (logits_and_gradients(each, make_inputs(24)) for each in (decoder, make_decoder()))
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
 
-    def test_full_computes_every_block_again_and_selective_half_of_its_products(self) -> None:
+    def test_full_recomputes_every_block_and_selective_half_of_the_matmuls(self) -> None:
         counts = {}
-        for how in ("none", "selective", "full"):
-            module = decoder()
-            recompute_activations(module, how)  # type: ignore[arg-type]
-            loss = module(*rows(24)).square().mean()
-            with Products() as seen:
+        for mode in ("none", "selective", "full"):
+            decoder = make_decoder()
+            apply_activation_checkpointing(decoder, mode)  # type: ignore[arg-type]
+            loss = decoder(*make_inputs(24)).square().mean()
+            with OpCounter() as counter:
                 loss.backward()
-            counts[how] = (seen.products, seen.attentions)
-        depth, products = len(KINDS), 7
+            counts[mode] = (counter.matmuls, counter.attentions)
+        depth, matmuls = len(LAYERS), 7
         none = counts["none"][0]
-        # The last product of a block is not needed to go backward, so recomputing stops before it.
-        assert counts["full"] == (none + depth * (products - 1), depth)
+        # Recomputation stops before the last matmul of a block, which the backward pass does not need.
+        assert counts["full"] == (none + depth * (matmuls - 1), depth)
         assert counts["none"][1] == counts["selective"][1] == 0
-        assert none + depth * (products - 1) // 2 >= counts["selective"][0] >= none + depth * (products // 2 - 1)
+        assert none + depth * (matmuls - 1) // 2 >= counts["selective"][0] >= none + depth * (matmuls // 2 - 1)
 
-    def test_nothing_is_recomputed_without_gradients_and_while_generating(self) -> None:
-        module = decoder()
-        recompute_activations(module, "full")
-        prompts = [[1, 2, 3], [4]]
-        wanted = generate(decoder(), prompts, 6)
-        assert generate(module, prompts, 6) == wanted
+    def test_without_gradients_nothing_changes(self) -> None:
+        decoder, plain = make_decoder(), make_decoder()
+        apply_activation_checkpointing(decoder, "full")
+        assert generate(decoder, [[1, 2, 3], [4]], 6) == generate(plain, [[1, 2, 3], [4]], 6)
         with torch.no_grad():
-            assert torch.equal(module(*rows(16)), decoder()(*rows(16)))
+            assert torch.equal(decoder(*make_inputs(16)), plain(*make_inputs(16)))
 
 
 class TestCompile:
-    @pytest.mark.parametrize("how", ["block", "whole"])
-    def test_no_graph_breaks_and_few_graphs_over_many_shapes(self, how: Any) -> None:
-        """Compiled with fullgraph, a break would be an error; graphs are counted over shapes, packed and not."""
-        plain, compiled = decoder(KINDS[:3]), decoder(KINDS[:3])
+    @pytest.mark.parametrize("mode", ["block", pytest.param("whole", marks=the_rest)])
+    def test_many_shapes_compile_few_graphs_without_a_break(self, mode: Any) -> None:
+        plain, compiled = make_decoder(LAYERS[1:3]), make_decoder(LAYERS[1:3])
         counter = CompileCounterWithBackend("aot_eager")
-        compile_model(compiled, how, counter)
+        compile_decoder(compiled, mode, counter)
         for length in (16, 24, 40, 8, 64):
-            for batch in (rows(length), rows(length, packed=False, count=3)):
-                for got, wanted in zip(gradients(compiled, batch), gradients(plain, batch), strict=True):
-                    assert (got - wanted).norm() <= 1e-6 * wanted.norm()
-        kinds = 3 if how == "block" else 1
-        # Packed and not, for the first shape and for any: ten batches, and no more than these.
+            for inputs in (make_inputs(length), make_inputs(length, packed=False, rows=3)):
+                assert_close(logits_and_gradients(compiled, inputs), logits_and_gradients(plain, inputs))
+        # Two kinds of blocks, or the hidden states and the head.
+        kinds = 2
+        # Ten batches, and at most four graphs per kind: packed or not, for the first shape and for all others.
         assert kinds <= counter.frame_count <= 4 * kinds
         assert not torch._dynamo.utils.counters["graph_break"]
 
-    @pytest.mark.parametrize("how", ["block", "whole"])
-    def test_a_graph_break_is_an_error(self, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("mode", ["block", "whole"])
+    def test_a_graph_break_is_an_error(self, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         forward = MLP.forward
 
-        def breaking(self: MLP, x: Tensor) -> Tensor:
+        def breaking_forward(self: MLP, x: Tensor) -> Tensor:
             torch._dynamo.graph_break()
             return forward(self, x)
 
-        monkeypatch.setattr(MLP, "forward", breaking)
-        module = decoder()
-        compile_model(module, how, "eager")
+        monkeypatch.setattr(MLP, "forward", breaking_forward)
+        decoder = make_decoder()
+        compile_decoder(decoder, mode, "eager")
         with pytest.raises(torch._dynamo.exc.Unsupported):
-            module(*rows(16))
+            decoder(*make_inputs(16))
 
-    @pytest.mark.parametrize("family", SHAPES)
+    @pytest.mark.parametrize(
+        "family", [family if family in VARIED else pytest.param(family, marks=the_rest) for family in SHAPES]
+    )
     def test_every_family_compiles_without_a_break(self, family: str, tmp_path: Path) -> None:
-        shape = next(iter(SHAPES[family]))
-        folder = make_model(tmp_path, family, shape)
-        plain = load_model(folder, CPU, execution=Execution(fused=("qkv", "gate_up")))
-        compiled = load_model(folder, CPU, execution=Execution(fused=("qkv", "gate_up")))
-        compile_model(compiled.module, "block", "eager")
+        folder = make_model(tmp_path, family, next(iter(SHAPES[family])))
+        execution = Execution(fused=("qkv", "gate_up"))
+        plain, compiled = (load_model(folder, CPU, execution=execution).module for _ in range(2))
+        compile_decoder(compiled, "block", "eager")
         for length in (16, 24):
-            assert torch.equal(compiled.module(*rows(length)), plain.module(*rows(length)))
+            assert torch.equal(compiled(*make_inputs(length)), plain(*make_inputs(length)))
 
-    @pytest.mark.parametrize("recompute", ["selective", "full"])
-    def test_recomputing_compiles_too(self, recompute: Any) -> None:
-        plain, compiled = decoder(KINDS[:2]), decoder(KINDS[:2])
-        recompute_activations(compiled, recompute)
-        compile_model(compiled, "block", "aot_eager")
-        for got, wanted in zip(gradients(compiled, rows(16)), gradients(plain, rows(16)), strict=True):
-            assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+    @pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=the_rest)])
+    def test_activation_checkpointing_compiles(self, mode: Any) -> None:
+        plain, compiled = make_decoder(LAYERS[:2]), make_decoder(LAYERS[:2])
+        apply_activation_checkpointing(compiled, mode)
+        compile_decoder(compiled, "block", "aot_eager")
+        assert_close(logits_and_gradients(compiled, make_inputs(16)), logits_and_gradients(plain, make_inputs(16)))
 
     def test_generation_compiles_nothing(self) -> None:
         counter = CompileCounterWithBackend("eager")
-        module = decoder(KINDS[:2])
-        compile_model(module, "block", counter)
-        assert generate(module, [[1, 2, 3], [4]], 5) == generate(decoder(KINDS[:2]), [[1, 2, 3], [4]], 5)
+        plain, compiled = make_decoder(LAYERS[:2]), make_decoder(LAYERS[:2])
+        compile_decoder(compiled, "block", counter)
+        assert generate(compiled, [[1, 2, 3], [4]], 5) == generate(plain, [[1, 2, 3], [4]], 5)
         assert counter.frame_count == 0
 
-    def test_names_of_parameters_stay(self) -> None:
-        plain, compiled = decoder(), decoder()
-        compile_model(compiled, "block", "eager")
+    def test_parameter_names_stay(self) -> None:
+        plain, compiled = make_decoder(), make_decoder()
+        compile_decoder(compiled, "block", "eager")
         assert list(dict(compiled.named_parameters())) == list(dict(plain.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    ("execution", "expected"),
-    [
-        (Execution(implementation="fallback", compile="block"), "model.compile is for the native decoder"),
-        (Execution(implementation="fallback", recompute="selective"), "model.recompute selective"),
-        (Execution(implementation="fallback", fused=("qkv",)), "model.fused is for the native decoder"),
-    ],
-)
-def test_what_transformers_models_cannot_do_is_refused(execution: Execution, expected: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=expected):
-        load_model(make_model(tmp_path, "llama"), CPU, execution=execution)

@@ -1,4 +1,4 @@
-"""Which GPUs there are by NVIDIA's library and CUDA_VISIBLE_DEVICES, and which of them `--gpus` takes."""
+"""Which GPUs a machine has, which of them CUDA_VISIBLE_DEVICES allows, and which of them `--gpus` chooses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from torchstone.errors import UsageError
-from torchstone.launch.gpus import Gpu, choose, found, of_machine, visible, worker_environment
+from torchstone.launch.gpus import Gpu, choose, filter_visible, list_gpus, visible_gpus, worker_environment
 
 GIB = 2**30
 UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-0001", "GPU-11112222-3333", "GPU-5f5f5f5f-7777"]
@@ -41,7 +41,7 @@ class TestChoose:
             ("auto:4", [0, 1, 2, 3]),
         ],
     )
-    def test_what_a_spec_takes(self, spec: str, expected: list[int]) -> None:
+    def test_a_spec_chooses_these_gpus(self, spec: str, expected: list[int]) -> None:
         assert numbers(choose(spec, FOUR)) == expected
 
     def test_utilisation_comes_before_memory_and_memory_before_the_number(self) -> None:
@@ -49,39 +49,39 @@ class TestChoose:
         assert numbers(choose("auto", [gpu(0, 0, 2), gpu(1, 0, 1)])) == [1]
         assert numbers(choose("auto", [gpu(3), gpu(1), gpu(2)])) == [1]
 
-    def test_all_keeps_the_order_of_cuda_visible_devices_and_numbers_are_the_machines(self) -> None:
-        seen = visible(FOUR, "3,1")
-        assert numbers(choose("all", seen)) == [3, 1]
-        assert numbers(choose("1,3", seen)) == [1, 3]
+    def test_all_keeps_the_order_of_cuda_visible_devices_and_numbers_are_those_of_the_machine(self) -> None:
+        visible = filter_visible(FOUR, "3,1")
+        assert numbers(choose("all", visible)) == [3, 1]
+        assert numbers(choose("1,3", visible)) == [1, 3]
 
     @pytest.mark.parametrize(
         ("spec", "expected"),
         [
             ("5", "there is no GPU 5, only GPUs 0, 1, 2, 3"),
             ("0,0", "GPU 0 is named twice"),
-            ("0,,1", "'' is no GPU"),
-            ("", "'' is no GPU"),
-            ("-1", "'-1' is no GPU"),
-            ("two", "write all, auto, auto:2, or numbers as in 0,3"),
-            ("auto2", "'auto2' is no GPU"),
+            ("0,,1", "'' is not a GPU"),
+            ("", "'' is not a GPU"),
+            ("-1", "'-1' is not a GPU"),
+            ("two", "use all, auto, auto:2, or numbers such as 0,3"),
+            ("auto2", "'auto2' is not a GPU"),
             ("auto:0", "'0' is not a number of GPUs"),
             ("auto:", "'' is not a number of GPUs"),
-            ("auto:x", "auto takes one, auto:2 takes two"),
-            ("auto:5", "more than there are: GPUs 0, 1, 2, 3\n  auto:4 takes them all"),
+            ("auto:x", "use auto for one GPU, auto:2 for two"),
+            ("auto:5", "there are only 4: GPUs 0, 1, 2, 3\n  use auto:4 for all of them"),
         ],
     )
-    def test_what_cannot_be_meant_is_answered_with_what_could(self, spec: str, expected: str) -> None:
+    def test_an_error_says_what_to_type_instead(self, spec: str, expected: str) -> None:
         with pytest.raises(UsageError) as caught:
             choose(spec, FOUR)
         assert str(caught.value).startswith(f"--gpus {spec}: ")
         assert expected in str(caught.value)
 
-    def test_one_that_is_hidden_is_not_there(self) -> None:
-        with pytest.raises(UsageError, match=r"no GPU 0, only GPU 2\n.*what CUDA_VISIBLE_DEVICES hides"):
-            choose("0", visible(FOUR, "2"))
+    def test_a_hidden_gpu_cannot_be_chosen(self) -> None:
+        with pytest.raises(UsageError, match=r"no GPU 0, only GPU 2\n.*that CUDA_VISIBLE_DEVICES hides"):
+            choose("0", filter_visible(FOUR, "2"))
 
     @pytest.mark.parametrize("spec", ["all", "0", "auto", "auto:2", "nonsense"])
-    def test_a_machine_without_gpus_says_so(self, spec: str) -> None:
+    def test_without_gpus_every_spec_is_an_error(self, spec: str) -> None:
         with pytest.raises(UsageError, match="there are no GPUs to use"):
             choose(spec, [])
 
@@ -109,15 +109,17 @@ class TestVisible:
         ],
     )
     def test_cuda_visible_devices_is_read_as_cuda_reads_it(self, allowed: str | None, expected: list[int]) -> None:
-        assert numbers(visible(FOUR, allowed)) == expected
+        assert numbers(filter_visible(FOUR, allowed)) == expected
 
-    def test_slices_of_a_gpu_are_refused_with_the_way_to_train_on_one(self) -> None:
-        with pytest.raises(UsageError, match="names MIG-c7384736, a slice of a GPU.*\n.*pretrain_main.py"):
-            visible(FOUR, "MIG-c7384736")
+    def test_a_mig_slice_is_refused_with_the_way_to_train_on_it(self) -> None:
+        with pytest.raises(UsageError, match="names MIG-c7384736, a MIG slice.*\n.*pretrain_main.py"):
+            filter_visible(FOUR, "MIG-c7384736")
 
 
 class TestWorkerEnvironment:
-    def test_one_gpu_by_its_number_in_the_order_it_was_counted_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_worker_sees_one_gpu_by_its_number_in_the_order_of_nvidia_smi(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
         assert worker_environment(gpu(3)) == {
             "CUDA_VISIBLE_DEVICES": "3",
@@ -127,7 +129,7 @@ class TestWorkerEnvironment:
 
 
 class Library(ModuleType):
-    """As much of pynvml as is asked, for a machine with GPUs; its errors are the real ones."""
+    """The part of pynvml that is used, for a machine with GPUs, with the real errors."""
 
     NVMLError = pynvml.NVMLError
     NVMLError_LibraryNotFound = pynvml.NVMLError_LibraryNotFound
@@ -172,7 +174,7 @@ class Library(ModuleType):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
-class TestFound:
+class TestVisibleGpus:
     @pytest.fixture(autouse=True)
     def no_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -181,31 +183,31 @@ class TestFound:
         monkeypatch.setitem(sys.modules, "pynvml", library)
         return library
 
-    def test_all_of_the_machine_with_their_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_gpus_are_listed_with_their_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         library = self.use(monkeypatch, Library(FOUR))
-        assert found() == FOUR
+        assert visible_gpus() == FOUR
         assert library.open == 0
 
-    def test_the_variable_says_which_and_in_which_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_variable_chooses_gpus_and_their_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.use(monkeypatch, Library(FOUR))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1111")
-        assert found() == [FOUR[3], FOUR[2]]
-        assert of_machine() == FOUR
+        assert visible_gpus() == [FOUR[3], FOUR[2]]
+        assert list_gpus() == FOUR
 
     @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-    def test_no_library_or_no_driver_is_no_gpu(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def test_without_library_or_driver_there_are_no_gpus(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         self.use(monkeypatch, Library(FOUR, at_start=code))
-        assert found() == []
+        assert visible_gpus() == []
 
-    def test_a_driver_that_does_not_work_is_not_taken_for_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_broken_driver_is_an_error_unless_gpus_are_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.use(monkeypatch, Library(FOUR, at_start=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
         with pytest.raises(UsageError, match=r"(?i)does not answer: .*mismatch"):
-            found()
+            visible_gpus()
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert found() == []
+        assert visible_gpus() == []
 
-    def test_one_that_does_not_tell_its_load_is_taken_for_busy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gpu_of_unknown_load_counts_as_busy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.use(monkeypatch, Library([gpu(0, 0, 5), gpu(1, 60, 9)], silent=(0,)))
-        silent, busy = found()
+        silent, busy = visible_gpus()
         assert (silent.utilisation, silent.memory_used, silent.memory_total) == (100, 0, 0)
         assert choose("auto", [silent, busy]) == [busy]

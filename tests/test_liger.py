@@ -1,12 +1,12 @@
-"""Which of Liger's kernels are chosen and where they go; and the fused loss around a stand-in for its kernel.
+"""Which of Liger's kernels are chosen and where they are used, with stand-ins for the kernels in plain torch.
 
-The kernels themselves run on a GPU only: tests/gpu_tests/test_liger_kernels.py.
+The kernels themselves need a GPU: tests/gpu_tests/test_liger_kernels.py.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import partial
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,43 +19,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity import ZERO_LIMIT
-from tiny_families import CASES, SHAPES, make_model
+from selection import the_rest
+from tiny_families import CASES, SHAPES, VOCABULARY, make_model
+from torchstone.checkpoint.model_folder import load_model, read_model_config
 from torchstone.data.collate import MicroBatch
 from torchstone.errors import UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.loss.fused import fused_loss_sum
 from torchstone.models import liger
-from torchstone.models.decoder import MLP, Attention, Decoder, RMSNorm
+from torchstone.models.decoder import MLP, Attention, Decoder, DecoderConfig, RMSNorm
 from torchstone.models.execution import Execution
-from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
-from torchstone.models.opening import load_model
-from torchstone.models.weights import read_shape
-from torchstone.parallel.running import micro_loss
+from torchstone.models.liger import apply_liger, choose_liger
+from torchstone.parallel.runner import micro_batch_loss
 
+Case = tuple[str, str]
+FolderOf = Callable[[Case], Path]
+ConfigOf = Callable[[Case], DecoderConfig]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = ("norm", "rope", "mlp", "loss")
-# What a family does not get, whatever its shape.
-WITHOUT = {"gpt2": {"norm", "rope", "mlp"}}
-WITHOUT_BY_SHAPE = {("phi3", "partial"): {"rope"}}
+LLAMA, PHI3, GPT2 = ("llama", "grouped"), ("phi3", "plain"), ("gpt2", "plain")
+# The kernels that a family, or one shape of it, cannot use.
+UNUSABLE = {"gpt2": {"norm", "rope", "mlp"}}
+UNUSABLE_BY_SHAPE = {("phi3", "partial"): {"rope"}}
+# RMSNorm after rounding; with 1 + weight and gelu; in fp32; layer norms.
+VARIED = ("llama", "gemma2", "olmo2", "gpt2")
 
 
 class PlainLoss(torch.autograd.Function):
-    """Liger's fused linear cross-entropy in plain torch, with its way of looking at the features alone."""
+    """Liger's fused linear cross-entropy in plain torch. Like Liger's, it checks only `hidden` for requires_grad."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, features: Tensor, weight: Tensor, target: Tensor, bias: None, ce_weight: None, ignore_index: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: None, ce_weight: None, ignore_index: int,
         z_loss: float, smoothing: float, reduction: str, softcap: float | None, keep_z_loss: bool, accum: torch.dtype,
     ) -> tuple[Tensor, None]:  # fmt: skip
         assert (bias, ce_weight, z_loss, smoothing, keep_z_loss) == (None, None, 0.0, 0.0, False)
         assert (ignore_index, reduction, accum) == (-100, "sum", torch.float32)
-        assert features.dim() == 2
+        assert hidden.dim() == 2
         with torch.enable_grad():
-            x, w = features.detach().requires_grad_(), weight.detach().requires_grad_()
+            x, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
             logits = (x @ w.T).float()
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             loss = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
-        if features.requires_grad:
+        if hidden.requires_grad:
             ctx.save_for_backward(*torch.autograd.grad(loss, (x, w)))
         return loss.detach(), None
 
@@ -92,9 +98,9 @@ class PlainNorm:
 class PlainRope:
     @staticmethod
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """In place, as Liger's is, and as it does by the left half of the tables alone."""
+        """In place, and with the left half of cos and sin only, as Liger's is."""
         assert cos.dim() == sin.dim() == 3
-        cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in (cos, sin))
+        cos, sin = (each[:, None, :, : each.shape[-1] // 2] for each in (cos, sin))
         with torch.no_grad():
             for x in (q, k):
                 assert x.transpose(1, 2).is_contiguous()
@@ -104,7 +110,7 @@ class PlainRope:
 
 
 class PlainRMSNorm(nn.Module):
-    """Its forward alone is used, bound to the modules of a Transformers model."""
+    """Only its forward is used, bound to the modules of a Transformers model."""
 
     def forward(self, x: Tensor) -> Tensor:
         return PlainNorm.apply(x, self.weight, self.variance_epsilon, 0.0, "llama", self.in_place)
@@ -117,10 +123,10 @@ class PlainPhi3MLP(nn.Module):
 
 
 def patch_phi3(rope: bool = True, rms_norm: bool = True, swiglu: bool = True, model: Any = None) -> None:
-    """As Liger patches: the instance, and the modelling file with it."""
+    """Patches the model and, like Liger, the classes of its modeling file."""
     from transformers.models.phi3 import modeling_phi3
 
-    assert not rope, "this would change all models"
+    assert not rope, "Liger's rope patch changes all models"
     if rms_norm:
         modeling_phi3.Phi3RMSNorm = PlainRMSNorm
     if swiglu:
@@ -135,7 +141,7 @@ def patch_phi3(rope: bool = True, rms_norm: bool = True, swiglu: bool = True, mo
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins where Liger's kernels would be, in plain torch."""
+    """Stand-ins where Liger's kernels would be."""
     contents: dict[str, dict[str, Any]] = {
         "triton": {},
         "liger_kernel": {},
@@ -157,187 +163,181 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = liger.find_spec
-    monkeypatch.setattr(liger, "find_spec", lambda name: None if name == "liger_kernel" else real(name))
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
 
 
 @pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins run on a CPU."""
-    monkeypatch.setattr(liger, "_why_not_here", lambda device: None)
+    monkeypatch.setattr(liger, "_unavailable", lambda device: None)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[tuple[str, str], Path] = {}
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    folders: dict[Case, Path] = {}
 
-    def folder(case: tuple[str, str]) -> Path:
-        if case not in made:
-            made[case] = make_model(tmp_path_factory.mktemp("model"), *case)
-        return made[case]
+    def get(case: Case) -> Path:
+        if case not in folders:
+            folders[case] = make_model(tmp_path_factory.mktemp("model"), *case)
+        return folders[case]
 
-    return folder
-
-
-def shape(folder: Path) -> Any:
-    return read_shape(folder)[2]
+    return get
 
 
-def some_rows(vocabulary: int = 96, packed: bool = True) -> MicroBatch:
+@pytest.fixture(scope="module")
+def config_of(folder_of: FolderOf) -> ConfigOf:
+    return lambda case: read_model_config(folder_of(case))[2]
+
+
+def make_batch(packed: bool = True) -> MicroBatch:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocabulary, (2, 12), generator=generator)
+    ids = torch.randint(VOCABULARY, (2, 12), generator=generator)
     labels = torch.where(torch.rand(2, 12, generator=generator) < 0.6, ids.roll(-1, 1), -100)
     positions = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
-    docs = torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3])
-    return MicroBatch(ids, labels, positions if packed else torch.arange(12).expand(2, 12), docs)
+    doc_ids = torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3])
+    return MicroBatch(ids, labels, positions if packed else torch.arange(12).expand(2, 12), doc_ids)
 
 
-def hooks(decoder: Decoder) -> list[Any]:
-    found = [part.kernel for part in decoder.modules() if isinstance(part, RMSNorm | MLP)]
-    found += [part.turn_kernel for part in decoder.modules() if isinstance(part, Attention)]
-    return [*found, getattr(decoder, "fused_loss", None)]
+def kernels_in(decoder: Decoder) -> list[Any]:
+    """The kernel attribute of every part, None where it has no kernel."""
+    kernels = [part.kernel for part in decoder.modules() if isinstance(part, RMSNorm | MLP)]
+    kernels += [part.rotary_kernel for part in decoder.modules() if isinstance(part, Attention)]
+    return [*kernels, getattr(decoder, "fused_loss", None)]
 
 
 class TestChoice:
-    def test_nothing_asked_for_is_nothing_said(self, folders: Any) -> None:
-        choice = choose_liger((), shape(folders(("llama", "grouped"))), "none", CPU)
-        assert (choice.kernels, choice.notes) == ((), [])
-
-    @pytest.mark.usefixtures("absent")
-    def test_auto_without_the_package_chooses_nothing_and_says_so(self, folders: Any) -> None:
-        choice = choose_liger(("auto",), shape(folders(("llama", "grouped"))), "none", CUDA)
+    @pytest.mark.usefixtures("not_installed")
+    def test_without_the_package_auto_chooses_nothing_and_a_name_is_refused(self, config_of: ConfigOf) -> None:
+        choice = choose_liger(("auto",), config_of(LLAMA), "none", CUDA)
         assert choice.kernels == ()
         assert choice.notes == ["liger: none (the package liger-kernel is not installed)"]
-
-    @pytest.mark.usefixtures("absent")
-    @pytest.mark.parametrize("kernel", ALL)
-    def test_by_name_without_the_package_is_refused(self, kernel: str, folders: Any) -> None:
-        with pytest.raises(UsageError, match="liger-kernel is not installed") as caught:
-            choose_liger((kernel,), shape(folders(("llama", "grouped"))), "none", CUDA)
-        assert caught.value.exit_code == 2
+        for kernel in ALL:
+            with pytest.raises(UsageError, match="liger-kernel is not installed") as caught:
+                choose_liger((kernel,), config_of(LLAMA), "none", CUDA)
+            assert caught.value.exit_code == 2
 
     @pytest.mark.usefixtures("installed")
-    def test_on_a_cpu_auto_chooses_nothing_and_a_name_is_refused(self, folders: Any) -> None:
-        config = shape(folders(("llama", "grouped")))
-        assert choose_liger(("auto",), config, "none", CPU).notes == [
+    def test_on_a_cpu_auto_chooses_nothing_and_a_name_is_refused(self, config_of: ConfigOf) -> None:
+        assert choose_liger(("auto",), config_of(LLAMA), "none", CPU).notes == [
             "liger: none (its kernels run on CUDA devices, not on cpu)"
         ]
         with pytest.raises(UsageError, match="model.liger norm: its kernels run on CUDA devices"):
-            choose_liger(("norm",), config, "none", CPU)
+            choose_liger(("norm",), config_of(LLAMA), "none", CPU)
 
     @pytest.mark.usefixtures("installed")
-    def test_a_version_that_is_too_old_is_told(self, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = shape(folders(("llama", "grouped")))
+    def test_an_old_version_is_not_used(self, config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(liger, "version", lambda name: "0.6.4")
-        assert "0.6.4 is too old" in choose_liger(("auto",), config, "none", CUDA).reason
+        assert "0.6.4 is too old" in choose_liger(("auto",), config_of(LLAMA), "none", CUDA).reason
 
-        def nightly(name: str) -> str:
+        def nightly_build(name: str) -> str:
             raise PackageNotFoundError(name)
 
-        monkeypatch.setattr(liger, "version", nightly)
-        assert choose_liger(("auto",), config, "none", CUDA).kernels == ALL
+        monkeypatch.setattr(liger, "version", nightly_build)
+        assert choose_liger(("auto",), config_of(LLAMA), "none", CUDA).kernels == ALL
 
     @pytest.mark.usefixtures("installed")
-    @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
-    def test_auto_takes_what_the_family_can_have(self, case: tuple[str, str], folders: Any) -> None:
-        without = WITHOUT.get(case[0], set()) | WITHOUT_BY_SHAPE.get(case, set())
-        choice = choose_liger(("auto",), shape(folders(case)), "none", CUDA)
-        assert choice.kernels == tuple(kernel for kernel in ALL if kernel not in without)
-        assert all(kernel in choice.reason for kernel in without)
+    @pytest.mark.parametrize("case", CASES, ids="-".join)
+    def test_auto_chooses_all_kernels_that_the_family_can_use(self, case: Case, config_of: ConfigOf) -> None:
+        unusable = UNUSABLE.get(case[0], set()) | UNUSABLE_BY_SHAPE.get(case, set())
+        choice = choose_liger(("auto",), config_of(case), "none", CUDA)
+        assert choice.kernels == tuple(kernel for kernel in ALL if kernel not in unusable)
+        assert all(kernel in choice.reason for kernel in unusable)
 
     @pytest.mark.usefixtures("installed")
     @pytest.mark.parametrize(
         ("case", "kernel", "reason"),
         [
-            (("gpt2", "plain"), "norm", "layer norms"),
-            (("gpt2", "plain"), "rope", "no rotary positions"),
-            (("gpt2", "plain"), "mlp", "not gated"),
-            (("phi3", "partial"), "rope", "only a part of each head turns"),
+            (GPT2, "norm", "layer norms"),
+            (GPT2, "rope", "no RoPE"),
+            (GPT2, "mlp", "not gated"),
+            (("phi3", "partial"), "rope", "only part of each head rotates"),
         ],
     )
-    def test_what_a_family_cannot_have_is_refused_by_name(
-        self, case: tuple[str, str], kernel: str, reason: str, folders: Any
+    def test_a_named_kernel_that_the_family_cannot_use_is_refused(
+        self, case: Case, kernel: str, reason: str, config_of: ConfigOf
     ) -> None:
         with pytest.raises(UsageError, match=reason) as caught:
-            choose_liger((kernel, "loss"), shape(folders(case)), "none", CUDA)
+            choose_liger((kernel, "loss"), config_of(case), "none", CUDA)
         assert caught.value.exit_code == 2
         assert "loss" in (caught.value.hint or "")
 
     @pytest.mark.usefixtures("installed")
     @pytest.mark.parametrize("compile", ["block", "whole"])
-    def test_with_compile_only_the_loss_is_left(self, compile: Any, folders: Any) -> None:
-        config = shape(folders(("llama", "grouped")))
-        choice = choose_liger(("auto",), config, compile, CUDA)
+    def test_with_compile_only_the_loss_is_used(self, compile: Any, config_of: ConfigOf) -> None:
+        choice = choose_liger(("auto",), config_of(LLAMA), compile, CUDA)
         assert choice.kernels == ("loss",)
         assert "not norm, rope, mlp: model.compile" in choice.reason
-        assert choose_liger(("loss",), config, compile, CUDA).kernels == ("loss",)
+        assert choose_liger(("loss",), config_of(LLAMA), compile, CUDA).kernels == ("loss",)
         for kernel in ("norm", "rope", "mlp"):
             with pytest.raises(UsageError, match="model.compile"):
-                choose_liger((kernel,), config, compile, CUDA)
+                choose_liger((kernel,), config_of(LLAMA), compile, CUDA)
 
     @pytest.mark.usefixtures("installed")
-    def test_a_small_vocabulary_is_left_to_plain_torch_unless_asked_for(self, folders: Any, tmp_path: Path) -> None:
-        config = shape(make_model(tmp_path, "llama", vocab_size=32))
+    def test_a_small_vocabulary_uses_the_fused_loss_only_if_requested(self, tmp_path: Path) -> None:
+        config = read_model_config(make_model(tmp_path, "llama", vocab_size=32))[2]
         assert "loss" not in choose_liger(("auto",), config, "none", CUDA).kernels
         assert choose_liger(("auto", "loss"), config, "none", CUDA).kernels == ALL
         assert choose_liger(("loss",), config, "none", CUDA).kernels == ("loss",)
 
     @pytest.mark.usefixtures("installed")
-    def test_names_are_taken_in_one_order(self, folders: Any) -> None:
-        choice = choose_liger(("mlp", "norm"), shape(folders(("gemma2", "caps"))), "none", CUDA)
-        assert choice.notes == ["liger: norm, mlp (as asked for)"]
+    def test_the_order_of_names_does_not_matter(self, config_of: ConfigOf) -> None:
+        choice = choose_liger(("mlp", "norm"), config_of(("gemma2", "caps")), "none", CUDA)
+        assert choice.notes == ["liger: norm, mlp (as requested)"]
 
 
 class TestNative:
-    @pytest.mark.usefixtures("absent")
-    def test_a_model_without_the_package_is_as_it_was_and_says_so(self, folders: Any) -> None:
-        model = load_model(folders(("llama", "grouped")), CPU, execution=Execution(liger=("auto",)))
+    def test_without_kernels_a_decoder_is_unchanged(self, folder_of: FolderOf, not_installed: None) -> None:
+        model = load_model(folder_of(LLAMA), CPU, execution=Execution(liger=("auto",)))
         assert model.notes[-1] == "liger: none (the package liger-kernel is not installed)"
-        assert hooks(model.module) == [None] * len(hooks(model.module))
-
-    def test_nothing_is_said_where_nothing_is_asked(self, folders: Any) -> None:
-        model = load_model(folders(("llama", "grouped")), CPU)
+        assert set(kernels_in(model.module)) == {None}
+        model = load_model(folder_of(LLAMA), CPU)
         assert not [note for note in model.notes if note.startswith("liger")]
-        assert hooks(model.module) == [None] * len(hooks(model.module))
+        assert set(kernels_in(model.module)) == {None}
 
-    @pytest.mark.usefixtures("installed", "anywhere")
-    @pytest.mark.parametrize("case", [(family, next(iter(shapes))) for family, shapes in SHAPES.items()], ids="-".join)
-    def test_every_part_gets_its_kernel_with_the_right_settings(self, case: tuple[str, str], folders: Any) -> None:
-        """The stand-ins compute what Liger documents, so a wrong offset, casting or table would be seen."""
-        plain = load_model(folders(case), CPU, execution=Execution(implementation="native"))
-        with_kernels = load_model(folders(case), CPU, execution=Execution(implementation="native", liger=("auto",)))
-        wanted = choose_liger(("auto",), plain.module.config, "none", CPU).kernels
-        parts = [part for part in with_kernels.module.modules() if isinstance(part, RMSNorm)]
-        assert all((part.kernel is not None) == ("norm" in wanted) for part in parts)
-        batch = some_rows()
+    @pytest.mark.usefixtures("installed", "on_cpu")
+    @pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param((family, next(iter(shapes))), marks=() if family in VARIED else the_rest)
+            for family, shapes in SHAPES.items()
+        ],
+        ids="-".join,
+    )
+    def test_kernels_get_the_settings_of_the_family(self, case: Case, folder_of: FolderOf) -> None:
+        """The stand-ins compute what Liger documents, so a wrong offset, casting or cos and sin would be seen."""
+        plain = load_model(folder_of(case), CPU, execution=Execution(implementation="native"))
+        fast = load_model(folder_of(case), CPU, execution=Execution(implementation="native", liger=("auto",)))
+        kernels = choose_liger(("auto",), plain.module.config, "none", CPU).kernels
+        norms = [part for part in fast.module.modules() if isinstance(part, RMSNorm)]
+        assert all((part.kernel is not None) == ("norm" in kernels) for part in norms)
+        batch = make_batch()
         for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
             with torch.no_grad():
-                ours, theirs = (
-                    model.module.to(dtype)(batch.ids, batch.positions, batch.doc_ids).float()
-                    for model in (with_kernels, plain)
+                logits, expected = (
+                    model.module.to(dtype)(batch.ids, batch.positions, batch.doc_ids).float() for model in (fast, plain)
                 )
-            assert ((ours - theirs).norm() / theirs.norm()).item() <= limit
+            assert ((logits - expected).norm() / expected.norm()).item() <= limit
 
-    @pytest.mark.usefixtures("installed", "anywhere")
-    def test_another_decoder_gets_none(self, folders: Any) -> None:
-        first, second = (load_model(folders(("llama", "grouped")), CPU).module for _ in range(2))
+    @pytest.mark.usefixtures("installed", "on_cpu")
+    def test_another_decoder_gets_no_kernels(self, folder_of: FolderOf) -> None:
+        first, second = (load_model(folder_of(LLAMA), CPU).module for _ in range(2))
         apply_liger(first, ALL)
-        assert None not in hooks(first)
-        assert hooks(second) == [None] * len(hooks(second))
+        assert None not in kernels_in(first)
+        assert set(kernels_in(second)) == {None}
 
-    @pytest.mark.usefixtures("installed", "anywhere")
+    @pytest.mark.usefixtures("installed", "on_cpu")
     @pytest.mark.parametrize("fused", [(), ("qkv", "gate_up")], ids=["separate", "fused"])
-    def test_the_kernel_turns_copies_and_not_what_others_keep(self, fused: Any, folders: Any) -> None:
-        model = load_model(folders(("llama", "grouped")), CPU, execution=Execution(liger=("rope",), fused=fused))
-        kept: list[tuple[Tensor, Tensor]] = []
+    def test_the_rope_kernel_rotates_a_copy(self, fused: Any, folder_of: FolderOf) -> None:
+        model = load_model(folder_of(LLAMA), CPU, execution=Execution(liger=("rope",), fused=fused))
+        outputs: list[tuple[Tensor, Tensor]] = []
         attention = model.module.layers["0"].attention
         projection = attention.wqkv if fused else attention.wq
-        projection.register_forward_hook(lambda part, args, out: kept.append((out, out.clone())))
-        batch = some_rows()
+        projection.register_forward_hook(lambda part, args, out: outputs.append((out, out.clone())))
+        batch = make_batch()
         with torch.no_grad():
             model.module(batch.ids, batch.positions, batch.doc_ids)
-        assert torch.equal(*kept[0])
+        assert torch.equal(*outputs[0])
 
 
 @pytest.mark.usefixtures("installed")
@@ -346,89 +346,83 @@ class TestLoss:
     @pytest.mark.parametrize("divisor", [1.0, 3.0])
     def test_the_fused_loss_is_the_sum_of_the_token_losses(self, softcap: float | None, divisor: float) -> None:
         torch.manual_seed(0)
-        features, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+        hidden, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
         labels = torch.tensor([[1, -100, 3, 10, -100], [-100, 0, 2, 2, 7]])
-        logits = features @ weight.T / divisor
+        logits = hidden @ weight.T / divisor
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        wanted = token_loss_sum(logits, labels)
-        got = fused_loss_sum(features, weight, labels, softcap, divisor)
-        assert got.item() == pytest.approx(wanted.item(), rel=1e-6)
-        theirs = torch.autograd.grad(wanted / 7, (features, weight))
-        ours = torch.autograd.grad(got / 7, (features, weight))
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        expected = token_loss_sum(logits, labels)
+        loss = fused_loss_sum(hidden, weight, labels, softcap, divisor)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        gradients, expected_gradients = (torch.autograd.grad(each / 7, (hidden, weight)) for each in (loss, expected))
+        torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
-    def test_a_head_on_frozen_features_still_gets_its_gradient(self) -> None:
-        features, weight = torch.randn(1, 4, 8), torch.randn(11, 8, requires_grad=True)
+    def test_a_head_on_frozen_hidden_states_gets_its_gradient(self) -> None:
+        hidden, weight = torch.randn(1, 4, 8), torch.randn(11, 8, requires_grad=True)
         labels = torch.tensor([[1, 2, 3, -100]])
-        (wanted,) = torch.autograd.grad(token_loss_sum(features @ weight.T, labels), weight)
-        (got,) = torch.autograd.grad(fused_loss_sum(features, weight, labels), weight)
-        torch.testing.assert_close(got, wanted)
+        gradient = torch.autograd.grad(fused_loss_sum(hidden, weight, labels), weight)
+        torch.testing.assert_close(gradient, torch.autograd.grad(token_loss_sum(hidden @ weight.T, labels), weight))
 
-    def test_no_token_that_counts_is_exactly_zero(self) -> None:
-        features, weight = torch.randn(1, 4, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-        loss = fused_loss_sum(features, weight, torch.full((1, 4), -100))
+    def test_without_a_loss_token_loss_and_gradients_are_zero(self) -> None:
+        hidden, weight = torch.randn(1, 4, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+        loss = fused_loss_sum(hidden, weight, torch.full((1, 4), -100))
         assert loss.item() == 0.0
-        assert all(not gradient.any() for gradient in torch.autograd.grad(loss, (features, weight)))
+        assert all(not gradient.any() for gradient in torch.autograd.grad(loss, (hidden, weight)))
 
-    @pytest.mark.usefixtures("anywhere")
+    @pytest.mark.usefixtures("on_cpu")
     @pytest.mark.parametrize(
-        "case", [("llama", "tied"), ("granite", "multipliers"), ("gemma2", "caps"), ("gpt2", "plain")], ids="-".join
+        "case", [("llama", "tied"), ("granite", "multipliers"), ("gemma2", "caps"), GPT2], ids="-".join
     )
     @pytest.mark.parametrize("packed", [True, False])
-    def test_a_step_uses_it_where_the_decoder_has_one(
-        self, case: tuple[str, str], packed: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
+    def test_a_step_with_the_fused_loss_never_has_logits(
+        self, case: Case, packed: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        plain = load_model(folders(case), CPU).module
-        fused = load_model(folders(case), CPU, execution=Execution(liger=("loss",))).module
-        assert isinstance(fused.fused_loss, partial)
-        batch = some_rows(packed=packed)
+        plain = load_model(folder_of(case), CPU).module
+        fused = load_model(folder_of(case), CPU, execution=Execution(liger=("loss",))).module
+        batch = make_batch(packed)
         inputs = batch.ids, batch.positions, batch.doc_ids if packed else None, batch.labels
-        wanted = micro_loss(plain, *inputs)
+        expected = micro_batch_loss(plain, *inputs)
         monkeypatch.setattr(Decoder, "logits", None)
-        got = micro_loss(fused, *inputs)
-        assert got.item() == pytest.approx(wanted.item(), rel=1e-6)
-        for loss in (got, wanted):
-            (loss / 9).backward()
-        for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
-            assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + ZERO_LIMIT, name
+        loss = micro_batch_loss(fused, *inputs)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for each in (loss, expected):
+            (each / 9).backward()
+        for (name, parameter), reference in zip(fused.named_parameters(), plain.parameters(), strict=True):
+            difference = (parameter.grad - reference.grad).norm()
+            assert difference <= 1e-5 * reference.grad.norm() + ZERO_LIMIT, name
         with torch.no_grad():
-            assert micro_loss(fused, *inputs).item() == pytest.approx(wanted.item(), rel=1e-6)
+            assert micro_batch_loss(fused, *inputs).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 class TestFallback:
-    def load(self, folder: Path, *wanted: str) -> Any:
-        return load_model(folder, CPU, execution=Execution(implementation="fallback", liger=wanted))
+    def load(self, folder: Path, *kernels: str) -> Any:
+        return load_model(folder, CPU, execution=Execution(implementation="fallback", liger=kernels))
 
-    @pytest.mark.usefixtures("absent")
-    def test_without_the_package_auto_chooses_nothing_and_a_name_is_refused(self, folders: Any) -> None:
-        folder = folders(("phi3", "plain"))
-        assert self.load(folder, "auto").notes[-1] == "liger: none (the package liger-kernel is not installed)"
+    @pytest.mark.usefixtures("not_installed")
+    def test_without_the_package_auto_chooses_nothing_and_a_name_is_refused(self, folder_of: FolderOf) -> None:
+        assert self.load(folder_of(PHI3), "auto").notes[-1] == "liger: none (the package liger-kernel is not installed)"
         with pytest.raises(UsageError, match="not installed") as caught:
-            self.load(folder, "norm")
+            self.load(folder_of(PHI3), "norm")
         assert caught.value.exit_code == 2
 
-    @pytest.mark.usefixtures("installed", "anywhere")
-    def test_a_model_type_that_liger_does_not_know(self, folders: Any) -> None:
-        folder = folders(("gpt2", "plain"))
-        note = self.load(folder, "auto").notes[-1]
-        assert note.startswith("liger: none (not norm, mlp: Liger does not know the model type gpt2")
-        with pytest.raises(UsageError, match="does not know the model type gpt2"):
-            self.load(folder, "mlp")
+    @pytest.mark.usefixtures("installed", "on_cpu")
+    def test_a_model_type_without_a_patch(self, folder_of: FolderOf) -> None:
+        note = self.load(folder_of(GPT2), "auto").notes[-1]
+        assert note.startswith("liger: none (not norm, mlp: Liger has no patch for model_type gpt2")
+        with pytest.raises(UsageError, match="Liger has no patch for model_type gpt2"):
+            self.load(folder_of(GPT2), "mlp")
 
-    @pytest.mark.usefixtures("installed", "anywhere")
+    @pytest.mark.usefixtures("installed", "on_cpu")
     @pytest.mark.parametrize("kernel", ["rope", "loss"])
-    def test_what_would_change_other_models_is_refused(self, kernel: str, folders: Any) -> None:
+    def test_a_kernel_that_would_change_other_models_is_refused(self, kernel: str, folder_of: FolderOf) -> None:
         with pytest.raises(UsageError, match=f"model.liger {kernel}: "):
-            self.load(folders(("phi3", "plain")), kernel)
+            self.load(folder_of(PHI3), kernel)
 
-    @pytest.mark.usefixtures("installed", "anywhere")
-    def test_this_model_is_patched_and_no_other(self, folders: Any) -> None:
+    @pytest.mark.usefixtures("installed", "on_cpu")
+    def test_only_this_model_is_patched(self, folder_of: FolderOf) -> None:
         from transformers.models.phi3 import modeling_phi3
 
         names = dict(vars(modeling_phi3))
-        plain = self.load(folders(("phi3", "plain")))
-        patched = self.load(folders(("phi3", "plain")), "auto")
+        before, patched = self.load(folder_of(PHI3)), self.load(folder_of(PHI3), "auto")
         assert patched.notes[-1].startswith("liger: norm, mlp (not rope: ")
         layer = patched.module.hf.model.layers[0]
         assert layer.mlp.forward.__func__ is PlainPhi3MLP.forward
@@ -436,28 +430,23 @@ class TestFallback:
         assert layer.input_layernorm.in_place is False
         assert all(part.training for part in patched.module.modules())
         assert dict(vars(modeling_phi3)) == names
-        after = self.load(folders(("phi3", "plain")))
-        for other in (plain, after):
+        after = self.load(folder_of(PHI3))
+        for other in (before, after):
             parts = other.module.hf.modules()
             assert not [part for part in parts if "forward" in vars(part) or type(part).__name__.startswith("Plain")]
-        batch = some_rows()
+        batch = make_batch()
         with torch.no_grad():
-            ours, theirs = (m.module(batch.ids, batch.positions, batch.doc_ids) for m in (patched, after))
-        assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-6
+            logits, expected = (m.module(batch.ids, batch.positions, batch.doc_ids) for m in (patched, after))
+        assert ((logits - expected).norm() / expected.norm()).item() <= 1e-6
 
-    @pytest.mark.usefixtures("installed", "anywhere")
-    def test_a_patch_that_computes_something_else_is_taken_back(self, tmp_path: Path) -> None:
-        """Liger goes by the name of the model: an activation that its kernel has not would become another."""
+    @pytest.mark.usefixtures("installed", "on_cpu")
+    def test_a_patch_that_changes_the_result_is_undone(self, tmp_path: Path) -> None:
+        """Liger's patches go by the model's name: an activation that its kernel lacks would become another one."""
         folder = make_model(tmp_path, "phi3", "plain", hidden_act="relu")
         model = self.load(folder, "auto")
         assert model.notes[-1].startswith("liger: norm (")
-        assert "model.layers.0.mlp gives something else than the original" in model.notes[-1]
-        assert not [
-            part for part in model.module.hf.modules() if type(part).__name__ == "Phi3MLP" and "forward" in vars(part)
-        ]
-        with pytest.raises(UsageError, match="gives something else"):
+        assert "Liger's model.layers.0.mlp differs from the original" in model.notes[-1]
+        mlps = [part for part in model.module.hf.modules() if type(part).__name__ == "Phi3MLP"]
+        assert not [part for part in mlps if "forward" in vars(part)]
+        with pytest.raises(UsageError, match="differs from the original"):
             self.load(folder, "mlp")
-
-    def test_nothing_asked_for_is_nothing_done(self, folders: Any) -> None:
-        hf = self.load(folders(("phi3", "plain"))).module.hf
-        assert apply_liger_to_fallback(hf, ()).notes == []

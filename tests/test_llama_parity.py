@@ -1,6 +1,6 @@
-"""A tiny Llama trained here and by Transformers with torch.optim: the same losses, gradients and weights.
+"""A tiny Llama trained by us and by Transformers with torch.optim: equal losses, gradients and weights.
 
-Run as a script it prints the largest differences seen, one JSON line a shape: `python tests/test_llama_parity.py`.
+`python tests/test_llama_parity.py` prints the largest differences, one JSON line per shape.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import parity
-from sides import MAX_NORM, WEIGHT_DECAY, both_sides
+from selection import the_rest
+from sides import MAX_NORM, WEIGHT_DECAY, OurSide, both_sides
 from tiny import TINY_LLAMA, make_llama, write_rows
 from torchstone import api
+from torchstone.checkpoint.model_folder import load_model
 from torchstone.config import load_config
 from torchstone.models.execution import Execution
-from torchstone.models.opening import load_model
 from torchstone.observe.metrics import read_metrics
-from torchstone.parallel import running
+from torchstone.parallel import runner
 
+CPU = torch.device("cpu")
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -38,7 +40,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=SHAPES, scope="module")
+@pytest.fixture(
+    params=[name if name == "grouped" else pytest.param(name, marks=the_rest) for name in SHAPES], scope="module"
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp(request.param), **SHAPES[request.param])
 
@@ -48,7 +52,7 @@ def test_every_gradient_equals_transformers_step_locked(folder: Path, packed: bo
     step_locked(folder, packed)
 
 
-def step_locked(folder: Path, packed: bool) -> parity.Worst:
+def step_locked(folder: Path, packed: bool) -> parity.Differences:
     reference, ours = both_sides(folder, packed, parity.FREE_RUNNING)
     steps = parity.random_batches(5, TINY_LLAMA["vocab_size"], seed=1)
     return parity.assert_step_locked(reference, ours.step, ours.lock, steps)
@@ -59,17 +63,17 @@ def test_weights_and_losses_equal_transformers_free_running(folder: Path, packed
     free_running(folder, packed)
 
 
-def free_running(folder: Path, packed: bool) -> parity.Worst:
+def free_running(folder: Path, packed: bool) -> parity.Differences:
     reference, ours = both_sides(folder, packed, parity.FREE_RUNNING)
     steps = parity.random_batches(parity.FREE_RUNNING["steps"], TINY_LLAMA["vocab_size"], seed=2)
     return parity.assert_free_running(reference, ours.step, ours.weights, steps)
 
 
-def test_fifty_steps_with_the_usual_eps_keep_the_losses(folder: Path) -> None:
+def test_losses_equal_transformers_over_fifty_steps_with_the_usual_eps(folder: Path) -> None:
     long_running(folder)
 
 
-def long_running(folder: Path) -> parity.Worst:
+def long_running(folder: Path) -> parity.Differences:
     reference, ours = both_sides(folder, True, parity.LONG_RUNNING)
     steps = parity.random_batches(parity.LONG_RUNNING["steps"], TINY_LLAMA["vocab_size"], seed=3)
     return parity.assert_long_running(reference, ours.step, steps)
@@ -79,122 +83,118 @@ def long_running(folder: Path) -> parity.Worst:
 def test_a_whole_run_from_a_file_equals_the_plain_loop(
     llama_dir: Path, settings: Callable[..., dict[str, Any]], tmp_path: Path, packing: bool
 ) -> None:
-    """Rows, cache, sampler, packer, accumulation, schedule, checkpoint: everything between a file and the weights."""
+    """Covers all between a file and the weights: cache, sampler, packing, accumulation, schedule, checkpoint."""
     from transformers import AutoModelForCausalLM
 
     batches = parity.random_batches(6, 440, seed=4)
-    # The file has rows, not micro-batches: eight rows are one step, whatever the micro-batches are.
+    # Eight rows are one step, whatever the micro-batches are.
     rows = [sequence for step in batches for micro_batch in step for sequence in micro_batch][:40]
     write_rows(tmp_path / "rows.jsonl", [{"input_ids": i, "labels": x, "len": len(i)} for i, x in rows])
-    plan = {"training__max_tokens_per_gpu": 48} if packing else {"training__batch_size": 2}
     overrides = {key: value for key, value in settings().items() if not key.startswith("model.")} | {
         "model.path": str(llama_dir), "data.path": str(tmp_path / "rows.jsonl"), "data.shuffle": False,
         "data.packing": packing, "training.max_steps": 5, "training.global_batch_size": 8,
         "optim.learning_rate": 3e-3, "optim.eps": 1e-4, "optim.schedule": "linear", "optim.max_grad_norm": MAX_NORM,
         "optim.weight_decay": WEIGHT_DECAY,
-    } | {key.replace("__", "."): value for key, value in plan.items()}  # fmt: skip
-    outcome = api.train(load_config(overrides=overrides))
+    }  # fmt: skip
+    overrides |= {"training.max_tokens_per_gpu": 48} if packing else {"training.batch_size": 2}
+    result = api.train(load_config(overrides=overrides))
 
     model = AutoModelForCausalLM.from_pretrained(str(llama_dir), dtype=torch.float32)
     optimizer = parity.reference_adamw(model, WEIGHT_DECAY, lr=3e-3, betas=(0.9, 0.95), eps=1e-4)
-    reference = parity.Reference(model, optimizer, MAX_NORM)
+    reference = parity.Reference(model, optimizer, MAX_NORM, learning_rates=[3e-3 * (1 - n / 5) for n in range(5)])
     lines = read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")
     assert all(line["micro_batches"] > 1 for line in lines)
-    for step, line in enumerate(lines):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * (1 - step / 5)
-        wanted = reference.step([[row] for row in rows[8 * step : 8 * step + 8]])
-        assert parity.relative(line["loss"], wanted.loss) <= parity.FREE_LOSS_LIMIT
-        assert parity.relative(line["grad_norm"], wanted.grad_norm) <= parity.FREE_LOSS_LIMIT
-    saved = load_file(outcome.checkpoint / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        assert (saved[name] - parameter).abs().max().item() <= parity.FREE_WEIGHT_LIMIT, name
+    steps = [[[row] for row in rows[8 * n : 8 * n + 8]] for n in range(5)]
+    differences = parity.Differences()
+    for line, micro_batches in zip(lines, steps, strict=True):
+        expected = reference.step(micro_batches)
+        differences.see("loss", parity.relative(line["loss"], expected.loss))
+        differences.see("norm", parity.relative(line["grad_norm"], expected.grad_norm))
+    differences.see_weights(load_file(result.checkpoint / "model.safetensors"), reference.weights())
+    differences.check(parity.FREE_LIMITS, lambda: parity.measure_rounding(reference, steps, locked=False))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_logits_equal_transformers_beyond_the_original_length(folder: Path, backend: str) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_logits_of_long_rows_equal_transformers(folder: Path, attention: str) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = torch.randint(0, TINY_LLAMA["vocab_size"], (2, 200), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(200).expand(2, 200)
+    model = load_model(folder, CPU, execution=Execution(attention=attention))
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)(ids).logits
-        ours = load_model(folder, torch.device("cpu"), execution=Execution(attention=backend)).module(ids, positions)
-    assert (theirs - ours).abs().max().item() <= 1e-5
+        logits = model.module(ids, torch.arange(200).expand(2, 200))
+    reference = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    parity.assert_same_logits(logits, reference, ids)
 
 
-def test_bf16_logits_equal_transformers_in_bf16(folder: Path) -> None:
-    """The same roundings in the same places, at positions that bf16 itself could not count."""
+def test_bf16_logits_equal_transformers_bit_for_bit(folder: Path) -> None:
+    """Rounding happens in the same places, also at positions beyond 256, which bf16 cannot represent."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.randint(0, TINY_LLAMA["vocab_size"], (1, 400), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(400)[None]
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)(ids).logits
-        ours = load_model(folder, torch.device("cpu"), torch.bfloat16).module(ids, positions)
-    assert torch.equal(theirs, ours)
+        expected = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)(ids).logits
+        logits = load_model(folder, CPU, torch.bfloat16).module(ids, torch.arange(400)[None])
+    assert torch.equal(logits, expected)
 
 
-def test_the_protocol_notices_a_mean_per_micro_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classic fault, planted with the scale of the loss kept: each micro-batch's mean, weighed alike."""
-    reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
-    honest = running.token_loss_sum
-    batches = parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
-    total = ours.batch(batches[0]).loss_tokens
+class TestProtocol:
+    """Planted errors must fail the protocol."""
 
-    def mean_of_means(logits: Tensor, labels: Tensor) -> Tensor:
-        count = int((labels != -100).sum())
-        return honest(logits, labels) / count * total / 3 if count else honest(logits, labels)
+    STEPS = parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
 
-    monkeypatch.setattr(running, "token_loss_sum", mean_of_means)
-    with pytest.raises(AssertionError):
-        parity.assert_step_locked(reference, ours.step, ours.lock, batches)
+    def assert_fails(self, reference: parity.Reference, ours: OurSide, step: parity.OurStep | None = None) -> None:
+        with pytest.raises(AssertionError, match="exceeds"):
+            parity.assert_step_locked(reference, step or ours.step, ours.lock, self.STEPS)
 
+    def test_a_mean_per_micro_batch_fails(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every micro-batch's mean has the same weight, at the right scale of the loss."""
+        reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
+        token_loss_sum, total = runner.token_loss_sum, ours.batch(self.STEPS[0]).loss_tokens
 
-@pytest.mark.parametrize("place", ["loss", "grad_norm", "gradients"])
-def test_the_protocol_notices_what_is_not_a_number(folder: Path, place: str) -> None:
-    reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
+        def mean_of_means(logits: Tensor, labels: Tensor) -> Tensor:
+            count = int((labels != -100).sum())
+            return token_loss_sum(logits, labels) * (total / 3 / count if count else 1)
 
-    def broken(batches: parity.MicroBatches) -> parity.StepNumbers:
-        numbers = ours.step(batches)
-        if place == "gradients":
-            numbers.gradients["model.norm.weight"][0] = float("nan")
-        else:
-            setattr(numbers, place, float("nan"))
-        return numbers
+        monkeypatch.setattr(runner, "token_loss_sum", mean_of_means)
+        self.assert_fails(reference, ours)
 
-    steps = parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
-    with pytest.raises(AssertionError):
-        parity.assert_step_locked(reference, broken, ours.lock, steps)
+    @pytest.mark.parametrize("field", ["loss", "grad_norm", "gradients"])
+    def test_a_nan_fails(self, folder: Path, field: str) -> None:
+        reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
 
+        def step_with_nan(micro_batches: parity.MicroBatches) -> parity.StepValues:
+            values = ours.step(micro_batches)
+            if field == "gradients":
+                values.gradients["model.norm.weight"][0] = float("nan")
+            else:
+                setattr(values, field, float("nan"))
+            return values
 
-def test_the_protocol_notices_packing_without_boundaries(folder: Path) -> None:
-    """Documents of a packed row that see each other must not pass."""
-    reference, ours = both_sides(folder, True, parity.FREE_RUNNING)
-    forward = ours.model.module.forward
-    ours.model.module.forward = lambda ids, positions, doc_ids: forward(ids, positions, None)  # type: ignore[method-assign]
-    with pytest.raises(AssertionError):
-        parity.assert_step_locked(
-            reference, ours.step, ours.lock, parity.random_batches(1, TINY_LLAMA["vocab_size"], seed=1)
-        )
+        self.assert_fails(reference, ours, step_with_nan)
+
+    def test_packing_without_document_boundaries_fails(self, folder: Path) -> None:
+        reference, ours = both_sides(folder, True, parity.FREE_RUNNING)
+        forward = ours.model.module.forward
+        ours.model.module.forward = lambda ids, positions, doc_ids: forward(ids, positions, None)  # type: ignore[method-assign]
+        self.assert_fails(reference, ours)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as root:
         for name, changes in SHAPES.items():
-            folder = make_llama(Path(place) / name, **changes)
+            folder = make_llama(Path(root) / name, **changes)
             for packed in (False, True):
                 locked, free, long = step_locked(folder, packed), free_running(folder, packed), long_running(folder)
                 figures = {
                     "shape": name,
                     "rows": "packed" if packed else "padded",
-                    "loss": locked.loss,
-                    "norm": locked.norm,
-                    "gradient": locked.gradient,
-                    "free_loss": free.loss,
-                    "free_weight": free.weight,
-                    "loss_after_50_steps": long.loss,
+                    "loss": locked.worst("loss"),
+                    "norm": locked.worst("norm"),
+                    "gradient": locked.worst("gradient"),
+                    "free_loss": free.worst("loss"),
+                    "free_weight": free.worst("weight"),
+                    "loss_after_50_steps": long.worst("loss"),
                 }
                 print(json.dumps(figures))
 

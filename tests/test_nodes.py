@@ -1,4 +1,4 @@
-"""What a process is, told from the variables that schedulers really set; the dictionaries are theirs, whole."""
+"""Whether a process is a worker, a node or neither, from the complete variables that schedulers set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstone.errors import UsageError
-from torchstone.launch.nodes import Nodes, hosts, idle_nodes, nodes, worker_variables
+from torchstone.launch.nodes import Nodes, expand_hostlist, idle_nodes_warning, read_nodes, worker_variables
 
 TORCHRUN = {
     "GROUP_RANK": "1",
@@ -27,7 +27,7 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "WORLD_SIZE": "8",
 }
-# sbatch --nodes=4 --ntasks-per-node=1 --gpus-per-node=8: what the batch script itself sees.
+# sbatch --nodes=4 --ntasks-per-node=1 --gpus-per-node=8: the batch script.
 BATCH = {
     "ENVIRONMENT": "BATCH",
     "HOSTNAME": "gpu07",
@@ -75,7 +75,7 @@ NODE_TASK = BATCH | {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
 }
-# srun --nodes=2 --ntasks=5 in the same job: the last task, alone with another on the second node.
+# srun --nodes=2 --ntasks=5 in the same job: the last task, one of two on the second node.
 RANK_TASK = NODE_TASK | {
     "SLURM_GTIDS": "3,4",
     "SLURM_LOCALID": "1",
@@ -181,27 +181,25 @@ SKYPILOT = {
 }
 
 
-def test_the_variables_of_torchrun_are_taken_as_they_are() -> None:
-    wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert worker_variables(TORCHRUN) == {name: TORCHRUN[name] for name in wanted}
-    # Inside an srun step, too: it is torchrun that started this one.
-    assert (
-        worker_variables(NODE_TASK | TORCHRUN) == worker_variables(TORCHRUN) == worker_variables(RANK_TASK | TORCHRUN)
-    )
+def test_the_variables_of_torchrun_stay_as_they_are() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    # Also inside an srun step: torchrun has started this process.
+    for environment in (TORCHRUN, NODE_TASK | TORCHRUN, RANK_TASK | TORCHRUN):
+        assert worker_variables(environment) == {name: TORCHRUN[name] for name in names}
 
 
-def test_some_of_torchruns_variables_are_an_error_that_names_the_others() -> None:
+def test_an_incomplete_set_of_torchruns_variables_is_an_error() -> None:
     with pytest.raises(UsageError, match="has RANK, WORLD_SIZE, MASTER_PORT but not LOCAL_RANK, MASTER_ADDR"):
         worker_variables({"RANK": "1", "WORLD_SIZE": "1", "MASTER_PORT": "1"})
-    with pytest.raises(UsageError, match="has MASTER_ADDR but not"):
+    with pytest.raises(UsageError, match="has MASTER_ADDR but not(.|\n)*type: unset MASTER_ADDR"):
         worker_variables(BATCH | {"MASTER_ADDR": "gpu07"})
     with pytest.raises(UsageError, match="has RANK, MASTER_ADDR but not"):
         worker_variables(RANK_TASK | {"MASTER_ADDR": "gpu07", "RANK": "0"})
 
 
-def test_a_task_of_srun_that_shares_its_node_is_a_rank() -> None:
-    found = worker_variables(RANK_TASK)
-    assert found == {
+def test_one_of_several_srun_tasks_on_a_node_is_a_worker() -> None:
+    variables = worker_variables(RANK_TASK)
+    assert variables == {
         "RANK": "4",
         "WORLD_SIZE": "5",
         "LOCAL_RANK": "1",
@@ -210,12 +208,12 @@ def test_a_task_of_srun_that_shares_its_node_is_a_rank() -> None:
         "MASTER_PORT": "22231",
     }
     first = RANK_TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    assert worker_variables(first) == found | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
-    told = {"MASTER_ADDR": "gpu08-ib", "MASTER_PORT": "29500"}
-    assert worker_variables(RANK_TASK | told) == found | told
+    assert worker_variables(first) == variables | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    address = {"MASTER_ADDR": "gpu08-ib", "MASTER_PORT": "29500"}
+    assert worker_variables(RANK_TASK | address) == variables | address
 
 
-def test_steps_and_jobs_that_may_meet_on_a_node_use_other_ports() -> None:
+def test_neighbouring_steps_and_jobs_use_different_ports() -> None:
     ports = set()
     for job in range(81234, 81244):
         for step in range(10):
@@ -226,15 +224,14 @@ def test_steps_and_jobs_that_may_meet_on_a_node_use_other_ports() -> None:
     assert max(ports) < 30000
 
 
-def test_a_task_alone_on_its_node_is_a_node() -> None:
+def test_the_only_srun_task_on_its_node_is_a_node() -> None:
     assert worker_variables(NODE_TASK) is None
-    wanted = Nodes(4, 4, 2, "gpu07:21234", 8, "slurm-81234-0", "SLURM")
-    assert nodes(NODE_TASK) == wanted
-    told = NODE_TASK | {"MASTER_ADDR": "gpu07-ib", "MASTER_PORT": "29500"}
-    assert worker_variables(told) is None
-    assert nodes(told).endpoint == "gpu07-ib:29500"
-    without = {name: value for name, value in NODE_TASK.items() if "GPU" not in name}
-    assert nodes(without).workers is None
+    assert read_nodes(NODE_TASK) == Nodes(4, 4, 2, "gpu07:21234", 8, "slurm-81234-0")
+    address = NODE_TASK | {"MASTER_ADDR": "gpu07-ib", "MASTER_PORT": "29500"}
+    assert worker_variables(address) is None
+    assert read_nodes(address).endpoint == "gpu07-ib:29500"
+    without_gpus = {name: value for name, value in NODE_TASK.items() if "GPU" not in name}
+    assert read_nodes(without_gpus).nproc is None
 
 
 @pytest.mark.parametrize(
@@ -242,27 +239,27 @@ def test_a_task_alone_on_its_node_is_a_node() -> None:
     [{}, BATCH, SALLOC, INTERACTIVE, INTERACTIVE | {"SLURM_STEP_ID": "-6"}, SHELL, SINGLE_TASK],
     ids=["none", "batch", "salloc", "interactive", "interactive-signed", "shell", "single"],
 )
-def test_outside_a_step_of_several_tasks_this_is_one_machine(environment: Mapping[str, str]) -> None:
+def test_any_other_process_of_a_slurm_job_is_a_single_machine(environment: Mapping[str, str]) -> None:
     assert worker_variables(environment) is None
-    assert nodes(environment) == Nodes()
+    assert read_nodes(environment) == Nodes()
 
 
-def test_srun_from_an_interactive_shell_is_a_step_like_any_other() -> None:
+def test_srun_from_an_interactive_shell_is_an_ordinary_step() -> None:
     inner = NODE_TASK | {"SLURM_JOB_NAME": "interactive", "SLURM_PTY_PORT": "41007"}
-    assert nodes(inner).rank == 2
+    assert read_nodes(inner).rank == 2
     from_bash = RANK_TASK | {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "41007"}
     assert (worker_variables(from_bash) or {})["RANK"] == "4"
 
 
-def test_nodes_that_nobody_started_on_are_pointed_out() -> None:
+def test_a_warning_reports_nodes_that_stay_idle() -> None:
     for environment in (BATCH, SALLOC, SHELL):
-        assert "nodes, and only this one is used" in (idle_nodes(environment) or "")
-    assert [idle_nodes(environment) for environment in ({}, NODE_TASK, RANK_TASK, SINGLE_TASK)] == [None] * 4
-    assert idle_nodes(BATCH | {"SLURM_JOB_NUM_NODES": "1"}) is None
+        assert "nodes, but only this one is used" in (idle_nodes_warning(environment) or "")
+    assert [idle_nodes_warning(environment) for environment in ({}, NODE_TASK, RANK_TASK, SINGLE_TASK)] == [None] * 4
+    assert idle_nodes_warning(BATCH | {"SLURM_JOB_NUM_NODES": "1"}) is None
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("login", ["login"]),
         ("gpu07,gpu9.cluster", ["gpu07", "gpu9.cluster"]),
@@ -271,113 +268,112 @@ def test_nodes_that_nobody_started_on_are_pointed_out() -> None:
         ("a[098-101]-ib,b[1,3]", ["a098-ib", "a099-ib", "a100-ib", "a101-ib", "b1", "b3"]),
     ],
 )
-def test_a_list_of_hosts_is_read_as_slurm_writes_it(text: str, wanted: list[str]) -> None:
-    assert hosts(text) == wanted
+def test_a_hostlist_is_expanded_as_slurm_does(text: str, expected: list[str]) -> None:
+    assert expand_hostlist(text) == expected
 
 
 @given(st.lists(st.tuples(st.sampled_from(["gpu", "n-1-", "x"]), st.sets(st.integers(0, 999), min_size=1)), min_size=1))
 @settings(max_examples=50, deadline=None)
-def test_what_is_folded_into_brackets_unfolds(groups: list[tuple[str, set[int]]]) -> None:
+def test_any_hostlist_with_brackets_is_expanded(groups: list[tuple[str, set[int]]]) -> None:
     text = ",".join(f"{name}[{','.join(f'{number:03d}' for number in sorted(some))}]" for name, some in groups)
-    assert hosts(text) == [f"{name}{number:03d}" for name, some in groups for number in sorted(some)]
+    assert expand_hostlist(text) == [f"{name}{number:03d}" for name, some in groups for number in sorted(some)]
 
 
 @pytest.mark.parametrize("text", ["", "gpu[01-", "gpu[]", "gpu[a-b]", "gpu01,,gpu02", "gpu 1", "gpu]1["])
-def test_what_is_no_list_of_hosts_is_an_error(text: str) -> None:
-    with pytest.raises(UsageError, match="list of hosts"):
-        hosts(text)
+def test_other_text_is_not_a_hostlist(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a SLURM hostlist"):
+        expand_hostlist(text)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changes", "message"),
     [
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID=x"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "says nothing of node 1"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "does not include node 1"),
         ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": "", "SLURM_NODELIST": ""}, "no SLURM_STEP_NODELIST or"),
     ],
 )
-def test_a_task_whose_variables_make_no_sense_is_an_error(changed: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        worker_variables(RANK_TASK | changed)
+def test_srun_variables_without_meaning_are_an_error(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        worker_variables(RANK_TASK | changes)
 
 
 @pytest.mark.parametrize(
-    ("environment", "wanted"),
+    ("environment", "expected"),
     [
-        (TRAIN_JOB, Nodes(2, 2, 1, "llama-node-0-0.llama:29500", 8, "torchstone", "Kubeflow")),
-        (PYTORCH_JOB, Nodes(4, 4, 2, "llama-master-0:23456", None, "torchstone", "Kubeflow")),
-        (ELASTIC_JOB, Nodes(1, 4, None, "llama-worker-0:23456", 2, "llama", "Kubeflow")),
-        (SKYPILOT, Nodes(2, 2, 1, "10.128.0.5:29400", 8, "sky-2026-07-06-21-18-31-563597_mine_1", "SkyPilot")),
+        (TRAIN_JOB, Nodes(2, 2, 1, "llama-node-0-0.llama:29500", 8, "torchstone")),
+        (PYTORCH_JOB, Nodes(4, 4, 2, "llama-master-0:23456", None, "torchstone")),
+        (ELASTIC_JOB, Nodes(1, 4, None, "llama-worker-0:23456", 2, "llama")),
+        (SKYPILOT, Nodes(2, 2, 1, "10.128.0.5:29400", 8, "sky-2026-07-06-21-18-31-563597_mine_1")),
     ],
     ids=["TrainJob", "PyTorchJob", "elastic", "SkyPilot"],
 )
-def test_a_pod_and_a_machine_of_skypilot_are_nodes(environment: dict[str, str], wanted: Nodes) -> None:
+def test_a_pod_and_a_machine_of_skypilot_are_nodes(environment: dict[str, str], expected: Nodes) -> None:
     assert worker_variables(environment) is None
-    assert nodes(environment) == wanted
-    # What the launcher starts there are workers.
+    assert read_nodes(environment) == expected
+    # The processes that the launcher starts there are workers.
     assert worker_variables(environment | TORCHRUN) == worker_variables(TORCHRUN)
 
 
-def test_a_single_node_has_nobody_to_meet() -> None:
-    alone = TRAIN_JOB | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
-    assert nodes(alone) == Nodes(rank=0, workers=8, said_by="Kubeflow")
+def test_a_single_node_has_no_endpoint() -> None:
+    assert read_nodes(TRAIN_JOB | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}) == Nodes(rank=0, nproc=8)
     sky = SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"}
     sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}
-    assert nodes(sky) == Nodes(rank=0, job=SKYPILOT["SKYPILOT_TASK_ID"], said_by="SkyPilot")
+    assert read_nodes(sky) == Nodes(rank=0, run_id=SKYPILOT["SKYPILOT_TASK_ID"])
 
 
 @pytest.mark.parametrize("kind", ["auto", "gpu", "cpu"])
-def test_a_kind_of_device_is_no_number_of_processes(kind: str) -> None:
-    assert nodes(TRAIN_JOB | {"PET_NPROC_PER_NODE": kind}).workers is None
+def test_a_kind_of_device_does_not_set_the_number_of_processes(kind: str) -> None:
+    assert read_nodes(TRAIN_JOB | {"PET_NPROC_PER_NODE": kind}).nproc is None
 
 
 def test_an_ipv6_address_stands_in_brackets() -> None:
-    assert nodes(SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::5\nfd00::6"}).endpoint == "[fd00::5]:29400"
-    assert nodes(TRAIN_JOB | {"PET_MASTER_ADDR": "fd00::5"}).endpoint == "[fd00::5]:29500"
-    assert nodes({}, "2", 0, "[fd00::5]:1234").endpoint == "[fd00::5]:1234"
-    assert nodes({}, "2", 0, "[fd00::5]").endpoint == "[fd00::5]:29400"
+    assert read_nodes(SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::5\nfd00::6"}).endpoint == "[fd00::5]:29400"
+    assert read_nodes(TRAIN_JOB | {"PET_MASTER_ADDR": "fd00::5"}).endpoint == "[fd00::5]:29500"
+    assert read_nodes({}, "2", 0, "[fd00::5]:1234").endpoint == "[fd00::5]:1234"
+    assert read_nodes({}, "2", 0, "[fd00::5]").endpoint == "[fd00::5]:29400"
 
 
-def test_the_flags_alone_say_it_all() -> None:
-    assert nodes({}, "2", 1, "node0:1234") == Nodes(2, 2, 1, "node0:1234", said_by="--nnodes")
-    assert nodes({}, "1:4", None, "node0") == Nodes(1, 4, None, "node0:29400", said_by="--nnodes")
-    assert nodes({}, "1") == Nodes(said_by="--nnodes")
+def test_flags_are_enough_without_an_environment() -> None:
+    assert read_nodes({}, "2", 1, "node0:1234") == Nodes(2, 2, 1, "node0:1234")
+    assert read_nodes({}, "1:4", None, "node0") == Nodes(1, 4, None, "node0:29400")
+    assert read_nodes({}, "1") == Nodes()
 
 
 def test_a_flag_wins_over_the_environment_and_the_rest_stays() -> None:
-    found = nodes(NODE_TASK)
-    assert nodes(NODE_TASK, "4") == Nodes(4, 4, 2, found.endpoint, 8, found.job, "--nnodes")
-    assert nodes(NODE_TASK, None, 0, "other:1") == Nodes(4, 4, 0, "other:1", 8, found.job, "SLURM")
-    assert nodes(NODE_TASK, "3:8") == Nodes(3, 8, 2, found.endpoint, 8, found.job, "--nnodes (SLURM has 4)")
-    assert nodes(NODE_TASK, "2").rank is None
-    assert nodes(ELASTIC_JOB, "2").said_by == "--nnodes (Kubeflow has 1:4)"
-    assert nodes(NODE_TASK, "1") == Nodes(1, 1, None, None, 8, found.job, "--nnodes (SLURM has 4)")
+    nodes = read_nodes(NODE_TASK)
+    assert read_nodes(NODE_TASK, "4") == nodes
+    assert read_nodes(NODE_TASK, None, 0, "other:1") == Nodes(4, 4, 0, "other:1", 8, nodes.run_id)
+    assert read_nodes(NODE_TASK, "3:8") == Nodes(3, 8, 2, nodes.endpoint, 8, nodes.run_id)
+    # Node 2 is not one of two nodes.
+    assert read_nodes(NODE_TASK, "2").rank is None
+    assert read_nodes(NODE_TASK, "1") == Nodes(1, 1, None, None, 8, nodes.run_id)
 
 
 @pytest.mark.parametrize(
-    ("environment", "flags", "said"),
+    ("environment", "flags", "message"),
     [
         ({}, ("two", 0, "a:1"), "--nnodes two is not a number of nodes"),
-        ({}, ("0", 0, "a:1"), "--nnodes 0: at least one node"),
-        ({}, ("4:2", 0, "a:1"), "--nnodes 4:2: at least one node"),
+        ({}, ("0", 0, "a:1"), "--nnodes 0: at least 1 node is needed"),
+        ({}, ("4:2", 0, "a:1"), "--nnodes 4:2: min nodes (4) is larger than max nodes (2)"),
         ({}, ("2", 2, "a:1"), "--node-rank 2 is not one of 2 nodes"),
-        ({}, ("2", -1, "a:1"), "they are 0 to 1"),
-        ({}, ("2", 0, None), "2 nodes need a place to meet"),
-        ({}, (None, 1, None), "--node-rank is for several nodes"),
-        ({}, (None, None, "a:1"), "--rdzv-endpoint is for several nodes"),
+        ({}, ("2", -1, "a:1"), "use a number from 0 to 1"),
+        ({}, ("2", 0, None), "2 nodes need a rendezvous endpoint"),
+        ({}, (None, 1, None), "--node-rank needs more than one node"),
+        ({}, (None, None, "a:1"), "--rdzv-endpoint needs more than one node"),
         ({}, ("2", 0, "a:70000"), "a:70000 is not HOST:PORT"),
         ({}, ("2", 0, "tcp://a:1"), "is not HOST:PORT"),
         ({}, ("2", 0, "fd00::5"), "is not HOST:PORT"),
         ({}, ("2", 0, ":1"), "is not HOST:PORT"),
         (TRAIN_JOB | {"PET_NNODES": "1:"}, (None, None, None), "PET_NNODES 1: is not"),
         (TRAIN_JOB | {"PET_NODE_RANK": "2"}, (None, None, None), "PET_NODE_RANK is 2, but PET_NNODES is 2"),
-        (TRAIN_JOB | {"PET_MASTER_ADDR": ""}, (None, None, None), "PET_NNODES is 2, but neither"),
+        (TRAIN_JOB | {"PET_MASTER_ADDR": ""}, (None, None, None), "PET_NNODES is 2, but PET_RDZV_ENDPOINT and"),
         (TRAIN_JOB | {"PET_NPROC_PER_NODE": "many"}, (None, None, None), "PET_NPROC_PER_NODE=many"),
     ],
 )
-def test_what_cannot_be_is_said_to_the_person(
-    environment: dict[str, str], flags: tuple[str | None, int | None, str | None], said: str
+def test_impossible_values_are_errors_that_name_them(
+    environment: dict[str, str], flags: tuple[str | None, int | None, str | None], message: str
 ) -> None:
     with pytest.raises(UsageError) as error:
-        nodes(environment, *flags)
-    assert said in str(error.value)
+        read_nodes(environment, *flags)
+    assert message in str(error.value)

@@ -1,6 +1,6 @@
-"""config.json as it is published: old spellings, leftovers, windows and padding as they are; only the sizes are small.
+"""Published config.json files with their old spellings, leftover keys, windows and padding; only the sizes are small.
 
-What such files say must mean here what it means to Transformers: logits, every gradient, and the file that is written.
+The native decoder must give Transformers' logits and gradients, and save the same file.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import parity
+from torchstone.checkpoint.model_folder import load_model
+from torchstone.checkpoint.save import save_model
+from torchstone.checkpoint.weight_files import hf_tensors
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.models.execution import Execution
-from torchstone.models.opening import load_model
-from torchstone.models.weights import disk_tensors
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-# What a decoder that computes no dropout, and runs no code of a folder, has to say.
-EXPECTED = ("config.json asks for dropout", "config.json names code of its own")
+# Expected warnings: the native decoder applies no dropout and runs no code of a folder.
+WARNINGS = ("config.json asks for dropout", "config.json names its own code")
 
 
 @pytest.fixture
@@ -37,37 +39,56 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        plain = name.endswith("bias") or "gemma" in config.model_type or parameter.dim() > 1
-        nn.init.normal_(parameter, 0.0 if plain else 1.0, 0.15)
+        is_scale = parameter.dim() == 1 and not name.endswith("bias") and "gemma" not in config.model_type
+        nn.init.normal_(parameter, 1.0 if is_scale else 0.0, 0.15)
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
     return tmp_path
 
 
 @pytest.mark.parametrize("folder", CONFIGS, indirect=True)
-def test_it_means_what_it_means_to_transformers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_logits_gradients_and_file_equal_transformers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     from transformers import AutoModelForCausalLM
 
-    ours = load_model(folder, CPU, execution=Execution(implementation="native"))
-    assert all(warning.startswith(EXPECTED) for warning in ours.warnings), ours.warnings
-    capped = ours.module.config.attention_softcap is not None
-    theirs = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation="eager" if capped else "sdpa"
+    model = load_model(folder, CPU, execution=Execution(implementation="native"))
+    assert all(warning.startswith(WARNINGS) for warning in model.warnings), model.warnings
+    decoder, names = model.module, WEIGHT_NAMES[model.hf_config["model_type"]]
+    has_softcap = decoder.config.attention_softcap is not None
+    reference = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation="eager" if has_softcap else "sdpa"
     ).eval()
-    # Some rotary positions turn otherwise in the longer row, and windows are shorter than it.
+    # In the longer row some RoPE scalings change the frequencies, and windows are shorter than the row.
     for length in (20, 90):
         ids = torch.randint(0, 97, (1, length), generator=torch.Generator().manual_seed(length))
-        theirs.zero_grad()
-        ours.module.zero_grad()
-        wanted, got = theirs(ids, use_cache=False).logits, ours.module(ids, torch.arange(length)[None])
-        assert ((got - wanted).abs().max() / wanted.abs().max()).item() <= 1e-5
-        for logits in (wanted, got):
-            F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").backward()
-        gradients = {n: p.grad for n, p in ours.module.named_parameters()}
-        pieces = {box.name: box.tensor for n, g in gradients.items() for box in ours.slices_of(n, g)}
-        on_disk = disk_tensors(pieces, ours.family)
-        for name, parameter in theirs.named_parameters():
-            assert parity.distance(on_disk[name], parameter.grad) <= parity.GRADIENT_LIMIT, name
+        logits = decoder(ids, torch.arange(length)[None])
+        result = {"logits": logits.detach()} | hf_tensors(gradients_of(decoder, logits, ids), names)
+        expected = reference_result(reference, ids)
+        compare(result, expected).check(parity.LOCKED_LIMITS, lambda: rounding(reference, ids, expected))  # noqa: B023
     out = tmp_path_factory.mktemp("out")
-    ours.save(out)
+    save_model(model, out)
     assert (out / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def gradients_of(module: nn.Module, logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").backward()
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+def reference_result(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    logits = model(ids, use_cache=False).logits
+    return {"logits": logits.detach()} | gradients_of(model, logits, ids)
+
+
+def compare(result: dict[str, Tensor], expected: dict[str, Tensor]) -> parity.Differences:
+    differences = parity.Differences()
+    for name, tensor in expected.items():
+        if name == "logits":
+            differences.see("logits", ((result[name] - tensor).abs().max() / tensor.abs().max()).item())
+        else:
+            differences.see("gradient", parity.distance(result[name], tensor), name)
+    return differences
+
+
+def rounding(model: nn.Module, ids: Tensor, result: dict[str, Tensor]) -> parity.Differences:
+    return compare(result, reference_result(parity.fp64_copy(model), ids))

@@ -1,9 +1,10 @@
-"""Killed at any step and started again: the same losses and the same weights, bit for bit."""
+"""A run that is killed or stopped at any step and resumed has the same losses and weights, bit for bit."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,183 +16,37 @@ from typing import Any
 import pytest
 
 import processes
+from selection import the_rest
 from torchstone import api
+from torchstone.checkpoint import manifest
 from torchstone.config import load_config
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
-# Fields of a metrics line that are the run's and not the clock's.
+# The fields of a metrics line that do not depend on the clock.
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens", "val_loss")
 STEPS = 9
 
 
-def trace(folder: str | Path) -> list[dict[str, Any]]:
-    return [{key: line.get(key) for key in EXACT} for line in read_metrics(Path(folder) / "metrics.jsonl")]
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
 
-
-def weights(folder: str | Path, step: int = STEPS) -> bytes:
-    return (Path(folder) / f"checkpoints/step-{step:08d}/model.safetensors").read_bytes()
-
-
-def moments(folder: str | Path, step: int = STEPS) -> bytes:
-    return (Path(folder) / f"checkpoints/step-{step:08d}/optimizer.safetensors").read_bytes()
-
-
-def small(settings: Settings, chat_file: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    """30 conversations in batches of 7: the epoch's edge lies inside step 5; a checkpoint every second step."""
-    given = {
-        "data__path": str(chat_file), "data__context_length": 64, "training__max_steps": STEPS,
-        "training__global_batch_size": 7, "checkpoint__every_steps": 2, "output_dir": str(output),
-    }  # fmt: skip
-    return settings(**(given | changes))
-
-
-@pytest.fixture(params=["packed", "padded", "text"])
-def overrides(request: pytest.FixtureRequest, settings: Settings, chat_file: Path, tmp_path: Path) -> dict[str, Any]:
-    if request.param == "text":
-        return settings(
-            training__max_steps=STEPS, training__global_batch_size=20, training__batch_size=8,
-            checkpoint__every_steps=2, output_dir=str(tmp_path / "whole"),
-        )  # fmt: skip
-    changes: dict[str, Any] = {} if request.param == "packed" else {"data__packing": False, "training__batch_size": 3}
-    return small(settings, chat_file, tmp_path / "whole", **changes)
-
-
-def assert_same_run(a: str | Path, b: str | Path) -> None:
-    assert trace(a) == trace(b)
-    assert weights(a) == weights(b)
-    assert moments(a) == moments(b)
-
-
-def test_killed_at_every_step_ends_as_if_never_killed(overrides: dict[str, Any], tmp_path: Path) -> None:
-    assert processes.run(processes.train, overrides) == 0
-    whole = overrides["output_dir"]
-    assert [line["step"] for line in trace(whole)] == list(range(1, STEPS + 1))
-    assert trace(whole)[-1]["epoch"] > 1, "the run must cross an epoch's edge"
-
-    killed = overrides | {"output_dir": str(tmp_path / "killed")}
-    for step in range(1, STEPS + 1):
-        assert processes.run(processes.train, killed, (processes.KillAt(step, "step"),)) == -signal.SIGKILL
-    assert processes.run(processes.train, killed) == 0
-    assert_same_run(whole, killed["output_dir"])
-
-
-@pytest.mark.parametrize("when", ["checkpoint", "saving"])
-def test_killed_around_a_save_ends_as_if_never_killed(
-    settings: Settings, chat_file: Path, tmp_path: Path, when: str
-) -> None:
-    overrides = small(settings, chat_file, tmp_path / "whole")
-    assert processes.run(processes.train, overrides) == 0
-    killed = overrides | {"output_dir": str(tmp_path / "killed")}
-    for step in (2, 4, 6):
-        callback = processes.KillAt(step, "checkpoint") if when == "checkpoint" else processes.KillWhileSaving(step)
-        assert processes.run(processes.train, killed, (callback,)) == -signal.SIGKILL
-        listed = sorted(path.name for path in (tmp_path / "killed/checkpoints").glob("step-*"))
-        assert (f"step-{step:08d}" in listed) == (when == "checkpoint")
-        if when == "saving":
-            # The half-written folder stays under its hidden name until the next start removes it.
-            assert processes.run(processes.train, killed, (processes.KillAt(step, "checkpoint"),)) == -signal.SIGKILL
-    assert processes.run(processes.train, killed) == 0
-    assert not list((tmp_path / "killed/checkpoints").glob(".step-*"))
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
-
-
-def test_kill_minus_nine_from_outside_on_the_command_line(settings: Settings, chat_file: Path, tmp_path: Path) -> None:
-    overrides = small(settings, chat_file, tmp_path / "whole", training__max_steps=60, checkpoint__every_steps=5)
-    overrides["system.threads"] = 1
-    assert processes.run(processes.train, overrides) == 0
-    killed = overrides | {"output_dir": str(tmp_path / "killed")}
-    config = tmp_path / "run.json"
-    config.write_text(json.dumps(killed))
-    command = [sys.executable, "-m", "torchstone.cli", "train", str(config)]
-    process = subprocess.Popen(command)
-    metrics = tmp_path / "killed/metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 13):
-        assert process.poll() is None, "ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert len(trace(tmp_path / "killed")) < 60
-    assert subprocess.run(command, check=False).returncode == 0
-    assert trace(tmp_path / "whole") == trace(tmp_path / "killed")
-    assert weights(tmp_path / "whole", 60) == weights(tmp_path / "killed", 60)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_with_75_and_the_same_command_goes_on(
-    settings: Settings, chat_file: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    overrides = small(settings, chat_file, tmp_path / "whole")
-    assert processes.run(processes.train, overrides) == 0
-    stopped = overrides | {"output_dir": str(tmp_path / "stopped")}
-    assert processes.run(train_and_signal, stopped, 3, number) == 75
-    assert [p.name for p in sorted((tmp_path / "stopped/checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
-    assert processes.run(processes.train, stopped) == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
-
-
-@pytest.mark.parametrize("where", ["on_step", "on_validation"])
-def test_a_signal_around_a_validation_loses_nothing(
-    settings: Settings, chat_file: Path, tmp_path: Path, where: str
-) -> None:
-    """Stopped at every validation, also the last: the same losses, the same best checkpoint."""
-    changes = {
-        "data__validation_path": str(chat_file), "training__validate_every_steps": 2, "checkpoint__save_best": True,
-        "checkpoint__keep_last": 1, "training__max_steps": 6,
-    }  # fmt: skip
-    overrides = small(settings, chat_file, tmp_path / "whole", **changes)
-    assert processes.run(processes.train, overrides) == 0
-    stopped = overrides | {"output_dir": str(tmp_path / "stopped")}
-    for step in (2, 4, 6):
-        assert processes.run(train_and_signal, stopped, step, signal.SIGTERM, where) == 75
-    assert processes.run(processes.train, stopped) == 0
-    assert trace(tmp_path / "stopped") == trace(tmp_path / "whole")
-    assert sum(line["val_loss"] is not None for line in trace(tmp_path / "whole")) == 3
-    best = [(tmp_path / name / "checkpoints/best.json").read_text() for name in ("stopped", "whole")]
-    assert best[0] == best[1]
-    assert weights(tmp_path / "stopped", 6) == weights(tmp_path / "whole", 6)
-
-
-def test_killed_before_the_best_is_marked_keeps_the_best(settings: Settings, chat_file: Path, tmp_path: Path) -> None:
-    """The checkpoint is committed, best.json still names the one before."""
-    overrides = small(
-        settings, chat_file, tmp_path / "run", data__validation_path=str(chat_file), training__validate_every_steps=2,
-        checkpoint__save_best=True, checkpoint__keep_last=1, training__max_steps=4,
-    )  # fmt: skip
-    assert processes.run(train_and_die_marking, overrides, 4) == -signal.SIGKILL
-    root = tmp_path / "run/checkpoints"
-    assert json.loads((root / "best.json").read_text())["step"] == 2
-    assert json.loads((root / "step-00000004/state.json").read_text())["best_step"] == 4
-    worse = {"training.max_steps": 5, "optim.learning_rate": 1.0, "optim.schedule": "constant"}
-    assert processes.run(processes.train, overrides | worse) == 0
-    assert json.loads((root / "best.json").read_text())["step"] == 4
-    assert (root / "step-00000004").is_dir()
-
-
-def train_and_die_marking(overrides: dict[str, Any], step: int) -> None:
-    from torchstone.training import loop
-
-    honest = loop.mark_best
-
-    def mark(root: Path, number: int, loss: float) -> None:
-        if number == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        honest(root, number, loss)
-
-    loop.mark_best = mark
-    processes.train(overrides)
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.step:
+            run.stop("test")
 
 
 class SignalAt(Callback):
-    def __init__(self, step: int, number: signal.Signals, where: str) -> None:
+    """Sends a signal to this process, in the callback `where` of a step."""
+
+    def __init__(self, step: int, number: signal.Signals, where: str = "on_step") -> None:
         self.step, self.number, self.where = step, number, where
 
-    def on_step(self, run: Run, values: dict[str, Any]) -> None:
-        self.send("on_step", values["step"])
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        self.send("on_step", metrics["step"])
 
     def on_validation(self, run: Run, loss: float) -> None:
         self.send("on_validation", run.progress.step)
@@ -202,142 +57,272 @@ class SignalAt(Callback):
 
 
 def train_and_signal(overrides: dict[str, Any], step: int, number: signal.Signals, where: str = "on_step") -> None:
+    # A background job of a shell ignores SIGINT.
+    signal.signal(number, signal.SIG_DFL)
     processes.train(overrides, (SignalAt(step, number, where),))
 
 
+def train_and_die_before_marking(overrides: dict[str, Any], step: int) -> None:
+    from torchstone.training import loop
+
+    mark_best = loop.mark_best
+
+    def mark_or_die(root: Path, number: int, loss: float) -> None:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mark_best(root, number, loss)
+
+    loop.mark_best = mark_or_die
+    processes.train(overrides)
+
+
+def metrics_of(folder: str | Path) -> list[dict[str, Any]]:
+    return [{key: line.get(key) for key in EXACT} for line in read_metrics(Path(folder) / "metrics.jsonl")]
+
+
+def saved_bytes(folder: str | Path, step: int, name: str) -> bytes:
+    return (Path(folder) / f"checkpoints/step-{step:08d}/{name}.safetensors").read_bytes()
+
+
+def assert_same_run(a: str | Path, b: str | Path, step: int = STEPS) -> None:
+    assert metrics_of(a) == metrics_of(b)
+    for name in ("model", "optimizer"):
+        assert saved_bytes(a, step, name) == saved_bytes(b, step, name)
+
+
+def chat_run(settings: Settings, chat_file: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """30 conversations in steps of 7: the first epoch ends within step 5. A checkpoint every second step."""
+    base = {
+        "data__path": str(chat_file), "data__context_length": 64, "training__max_steps": STEPS,
+        "training__global_batch_size": 7, "checkpoint__every_steps": 2, "output_dir": str(output),
+    }  # fmt: skip
+    return settings(**(base | changes))
+
+
+@pytest.mark.parametrize("rows", ["packed", *(pytest.param(rows, marks=the_rest) for rows in ("padded", "text"))])
+def test_killed_at_every_step(settings: Settings, chat_file: Path, tmp_path: Path, rows: str) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    changes: dict[str, Any] = {} if rows == "packed" else {"data__packing": False, "training__batch_size": 3}
+    overrides = chat_run(settings, chat_file, whole, **changes)
+    if rows == "text":
+        overrides = settings(
+            training__max_steps=STEPS, training__global_batch_size=20, training__batch_size=8,
+            checkpoint__every_steps=2, output_dir=str(whole),
+        )  # fmt: skip
+    assert processes.run(processes.train, overrides) == 0
+    assert [line["step"] for line in metrics_of(whole)] == list(range(1, STEPS + 1))
+    assert metrics_of(whole)[-1]["epoch"] > 1, "the run must cross the end of an epoch"
+
+    overrides["output_dir"] = str(killed)
+    for step in range(1, STEPS + 1):
+        assert processes.run(processes.train, overrides, (processes.KillAt(step, "step"),)) == -signal.SIGKILL
+    assert processes.run(processes.train, overrides) == 0
+    assert_same_run(whole, killed)
+
+
+def test_killed_while_and_after_saving(settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert processes.run(processes.train, chat_run(settings, chat_file, whole)) == 0
+    overrides = chat_run(settings, chat_file, killed)
+    for step in (2, 4, 6):
+        folder = killed / f"checkpoints/step-{step:08d}"
+        assert processes.run(processes.train, overrides, (processes.KillWhileSaving(step),)) == -signal.SIGKILL
+        assert not folder.exists()
+        assert list(folder.parent.glob(".step-*")), "the half-written folder has a hidden name"
+        assert processes.run(processes.train, overrides, (processes.KillAt(step, "checkpoint"),)) == -signal.SIGKILL
+        assert folder.exists()
+    assert processes.run(processes.train, overrides) == 0
+    assert not list((killed / "checkpoints").glob(".step-*"))
+    assert_same_run(whole, killed)
+
+
+@the_rest
+def test_the_command_killed_from_outside(settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+    """At a time that nobody chose: the run has no end until it is killed."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    changes = {"training__max_steps": 10**6, "checkpoint__every_steps": 5, "optim__schedule": "constant"}
+    overrides = chat_run(settings, chat_file, killed, **changes) | {"system.threads": 1}
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(overrides))
+    command = [sys.executable, "-m", "torchstone.cli", "train", str(config)]
+    process = subprocess.Popen(command)
+    metrics = killed / "metrics.jsonl"
+    deadline = time.monotonic() + processes.TIMEOUT
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 13):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    steps = manifest.list_checkpoints(killed / "checkpoints")[-1][0] + 7
+    assert subprocess.run([*command, "--training.max_steps", str(steps)], check=False).returncode == 0
+    assert processes.run(processes.train, overrides | {"training.max_steps": steps, "output_dir": str(whole)}) == 0
+    assert_same_run(whole, killed, steps)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=the_rest)])
+def test_a_signal_saves_and_exits_with_75(
+    settings: Settings, chat_file: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert processes.run(processes.train, chat_run(settings, chat_file, whole)) == 0
+    overrides = chat_run(settings, chat_file, stopped)
+    assert processes.run(train_and_signal, overrides, 3, number) == 75
+    assert [step for step, _ in manifest.list_checkpoints(stopped / "checkpoints")] == [2, 3]
+    assert processes.run(processes.train, overrides) == 0
+    assert_same_run(whole, stopped)
+
+
+VALIDATION = {"training__validate_every_steps": 2, "checkpoint__save_best": True, "checkpoint__keep_last": 1}
+
+
+def test_a_signal_around_a_validation(settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+    """Stopped at every validation, before, after, and at the last one: the same losses and best checkpoint."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    changes = VALIDATION | {"data__validation_path": str(chat_file), "training__max_steps": 6}
+    assert processes.run(processes.train, chat_run(settings, chat_file, whole, **changes)) == 0
+    overrides = chat_run(settings, chat_file, stopped, **changes)
+    for step, where in ((2, "on_step"), (4, "on_validation"), (6, "on_step")):
+        assert processes.run(train_and_signal, overrides, step, signal.SIGTERM, where) == 75
+    assert processes.run(processes.train, overrides) == 0
+    assert sum(line["val_loss"] is not None for line in metrics_of(whole)) == 3
+    best = [(folder / "checkpoints/best.json").read_text() for folder in (stopped, whole)]
+    assert best[0] == best[1]
+    assert_same_run(whole, stopped, 6)
+
+
+def test_a_checkpoint_of_version_0_1_resumes_an_interrupted_validation(
+    settings: Settings, chat_file: Path, tmp_path: Path
+) -> None:
+    """Its state.json has `owed` instead of `pending_metrics`."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    changes = VALIDATION | {"data__validation_path": str(chat_file), "training__max_steps": 4}
+    api.train(load_config(overrides=chat_run(settings, chat_file, whole, **changes)))
+    overrides = chat_run(settings, chat_file, stopped, **changes)
+    with pytest.raises(StoppedBySignal):
+        api.train(load_config(overrides=overrides), callbacks=[SignalAt(2, signal.SIGTERM)])
+    checkpoint = stopped / "checkpoints/step-00000002"
+    state = manifest.read_json(checkpoint / "state.json")
+    before = state | {"step": 1, "samples": 7}
+    state["owed"] = {"values": state.pop("pending_metrics"), "before": before}
+    with manifest.commit_folder(checkpoint) as folder:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        manifest.write_json(folder / "state.json", state)
+    api.train(load_config(overrides=overrides))
+    assert_same_run(whole, stopped, 4)
+
+
+def test_killed_before_the_best_checkpoint_is_marked(settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+    """The checkpoint is committed, but best.json still names the one before."""
+    changes = VALIDATION | {"data__validation_path": str(chat_file), "training__max_steps": 4}
+    overrides = chat_run(settings, chat_file, tmp_path / "run", **changes)
+    assert processes.run(train_and_die_before_marking, overrides, 4) == -signal.SIGKILL
+    root = tmp_path / "run/checkpoints"
+    assert manifest.read_json(root / "best.json")["step"] == 2
+    assert manifest.read_json(root / "step-00000004/state.json")["best_step"] == 4
+    worse = {"training.max_steps": 5, "optim.learning_rate": 1.0, "optim.schedule": "constant"}
+    assert processes.run(processes.train, overrides | worse) == 0
+    assert manifest.read_json(root / "best.json")["step"] == 4
+    assert (root / "step-00000004").is_dir()
+
+
 class TestAnotherBatchSize:
-    @pytest.mark.parametrize(("first", "then"), [(4, 8), (8, 4), (3, 7)])
-    def test_an_epoch_is_still_every_sample_once(
-        self, settings: Settings, chat_file: Path, tmp_path: Path, first: int, then: int
+    @pytest.mark.parametrize(("first", "second"), [(8, 4), (3, 7)])
+    def test_an_epoch_still_has_every_sample_once(
+        self, settings: Settings, chat_file: Path, tmp_path: Path, first: int, second: int
     ) -> None:
-        given = {"training__max_steps": None, "training__max_epochs": 1}
-        start = small(settings, chat_file, tmp_path / "run", training__global_batch_size=first, **given)
-        api.train(load_config(overrides=start), callbacks=[StopAt(2)])
-        api.train(load_config(overrides=start | {"training.global_batch_size": then}))
-        lines = trace(tmp_path / "run")
+        limits = {"training__max_steps": None, "training__max_epochs": 1}
+        overrides = chat_run(settings, chat_file, tmp_path / "run", training__global_batch_size=first, **limits)
+        api.train(load_config(overrides=overrides), callbacks=[StopAt(2)])
+        api.train(load_config(overrides=overrides | {"training.global_batch_size": second}))
+        lines = metrics_of(tmp_path / "run")
         assert sum(line["samples"] for line in lines) == 30
-        assert len(lines) == 2 + -(-(30 - 2 * first) // then)
+        assert len(lines) == 2 + -(-(30 - 2 * first) // second)
         assert all(line["lr"] > 0 for line in lines)
 
-    @pytest.mark.parametrize(("first", "then"), [(4, 8), (8, 4)])
-    def test_steps_are_still_steps(
-        self, settings: Settings, chat_file: Path, tmp_path: Path, first: int, then: int
-    ) -> None:
-        start = small(settings, chat_file, tmp_path / "run", training__global_batch_size=first, training__max_steps=6)
-        api.train(load_config(overrides=start), callbacks=[StopAt(3)])
-        api.train(load_config(overrides=start | {"training.global_batch_size": then}))
-        assert [line["samples"] for line in trace(tmp_path / "run")] == [first] * 3 + [then] * 3
+    def test_max_steps_still_counts_steps(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+        changes = {"training__global_batch_size": 4, "training__max_steps": 6}
+        overrides = chat_run(settings, chat_file, tmp_path / "run", **changes)
+        api.train(load_config(overrides=overrides), callbacks=[StopAt(3)])
+        api.train(load_config(overrides=overrides | {"training.global_batch_size": 8}))
+        assert [line["samples"] for line in metrics_of(tmp_path / "run")] == [4] * 3 + [8] * 3
 
-    def test_more_epochs_go_on_after_a_smaller_last_step(
+    def test_more_epochs_continue_after_a_smaller_last_step(
         self, settings: Settings, chat_file: Path, tmp_path: Path
     ) -> None:
-        start = small(settings, chat_file, tmp_path / "run", training__max_steps=None, training__max_epochs=1)
-        api.train(load_config(overrides=start))
-        api.train(load_config(overrides=start | {"training.max_epochs": 2}))
-        lines = trace(tmp_path / "run")
+        limits = {"training__max_steps": None, "training__max_epochs": 1}
+        overrides = chat_run(settings, chat_file, tmp_path / "run", **limits)
+        api.train(load_config(overrides=overrides))
+        api.train(load_config(overrides=overrides | {"training.max_epochs": 2}))
+        lines = metrics_of(tmp_path / "run")
         assert [line["samples"] for line in lines] == [7, 7, 7, 7, 2] * 2
         assert all(line["lr"] > 0 for line in lines)
 
 
 class TestWhatResumeRefuses:
-    @pytest.mark.parametrize(
-        "change",
-        [
+    def test_another_model_data_or_sample_order(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+        overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=2)
+        api.train(load_config(overrides=overrides))
+        changes: list[dict[str, Any]] = [
             {"model.path": "elsewhere", "model.depth": None, "model.width": None, "model.heads": None},
             {"model.init_std": 0.5},
             {"training.precision": "bf16-pure"},
-        ],
-        ids=lambda change: next(iter(change)),
-    )
-    def test_a_setting_that_would_not_be_applied_is_refused(
-        self, settings: Settings, chat_file: Path, tmp_path: Path, change: dict[str, Any]
-    ) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run", training__max_steps=2)
-        api.train(load_config(overrides=overrides))
-        with pytest.raises(CheckpointError, match=f"another model, data or order of samples: .*{next(iter(change))}"):
-            api.train(load_config(overrides=overrides | {"training.max_steps": 4} | change))
-
-    def test_a_run_from_a_named_checkpoint_goes_on_by_the_same_command(
-        self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run")
-        api.train(load_config(overrides=overrides))
-        older = str(tmp_path / "run/checkpoints/step-00000002")
-        named = overrides | {"checkpoint.resume": older, "output_dir": str(tmp_path / "b")}
-        api.train(load_config(overrides=named), callbacks=[StopAt(5)])
-        api.train(load_config(overrides=named))
-        assert "going on from them" in capsys.readouterr().err
-        assert trace(tmp_path / "b") == trace(tmp_path / "run")[2:]
-        assert weights(tmp_path / "b") == weights(tmp_path / "run")
-
-    def test_other_data_is_refused(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run", training__max_steps=2)
-        api.train(load_config(overrides=overrides))
-        for change in ({"training.seed": 1}, {"data.shuffle": False}, {"data.validation_split": 0.2}):
-            with pytest.raises(CheckpointError, match=f"order of samples: .*{next(iter(change))}"):
+            {"training.seed": 1},
+            {"data.shuffle": False},
+            {"data.validation_split": 0.2},
+        ]
+        for change in changes:
+            message = f"a different model, data or sample order: .*{next(iter(change))}"
+            with pytest.raises(CheckpointError, match=message):
                 api.train(load_config(overrides=overrides | {"training.max_steps": 4} | change))
-
-    def test_another_model_is_refused(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run", training__max_steps=2)
-        api.train(load_config(overrides=overrides))
-        with pytest.raises(CheckpointError, match="holds another model"):
+        with pytest.raises(CheckpointError, match="differs from the config"):
             api.train(load_config(overrides=overrides | {"model.depth": 3}))
 
-    def test_never_refuses_a_used_folder(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run", training__max_steps=2)
+    def test_a_used_folder_if_resume_is_never(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+        overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=2)
         api.train(load_config(overrides=overrides))
-        with pytest.raises(UsageError, match="already holds a run"):
+        with pytest.raises(UsageError, match="already has a run"):
             api.train(load_config(overrides=overrides | {"checkpoint.resume": "never"}))
 
-    def test_a_damaged_newest_checkpoint_is_passed_over_aloud(
-        self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        overrides = small(settings, chat_file, tmp_path / "whole")
-        api.train(load_config(overrides=overrides))
-        damaged = overrides | {"output_dir": str(tmp_path / "damaged")}
-        api.train(load_config(overrides=damaged | {"training.max_steps": STEPS}), callbacks=[StopAt(4)])
-        path = tmp_path / "damaged/checkpoints/step-00000004/optimizer.safetensors"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-        api.train(load_config(overrides=damaged))
-        assert "optimizer.safetensors: damaged" in capsys.readouterr().err
-        assert_same_run(tmp_path / "whole", tmp_path / "damaged")
-
-    def test_no_whole_checkpoint_left_is_an_error_not_a_fresh_start(
-        self, settings: Settings, chat_file: Path, tmp_path: Path
-    ) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run", training__max_steps=2)
+    def test_a_folder_without_a_complete_checkpoint(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+        overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=2)
         api.train(load_config(overrides=overrides))
         (tmp_path / "run/checkpoints/step-00000002/model.safetensors").write_bytes(b"")
-        with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+        with pytest.raises(CheckpointError, match="no checkpoint in .* is complete"):
             api.train(load_config(overrides=overrides | {"training.max_steps": 4}))
 
-    def test_an_older_checkpoint_beside_newer_ones_is_refused(
-        self, settings: Settings, chat_file: Path, tmp_path: Path
-    ) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run", training__max_steps=4)
+    def test_a_named_checkpoint_beside_newer_ones(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+        overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=4)
         api.train(load_config(overrides=overrides))
         older = str(tmp_path / "run/checkpoints/step-00000002")
         with pytest.raises(CheckpointError, match="newer than step-00000002: step-00000004"):
             api.train(load_config(overrides=overrides | {"checkpoint.resume": older}))
 
-    def test_a_named_checkpoint_continues_in_another_folder(
-        self, settings: Settings, chat_file: Path, tmp_path: Path
+
+class TestWhichCheckpoint:
+    def test_a_named_one_starts_a_run_that_resumes_its_own(
+        self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        overrides = small(settings, chat_file, tmp_path / "run")
+        run, other = tmp_path / "run", tmp_path / "other"
+        api.train(load_config(overrides=chat_run(settings, chat_file, run)))
+        overrides = chat_run(settings, chat_file, other, checkpoint__resume=str(run / "checkpoints/step-00000002"))
+        api.train(load_config(overrides=overrides), callbacks=[StopAt(5)])
         api.train(load_config(overrides=overrides))
-        older = str(tmp_path / "run/checkpoints/step-00000004")
-        other = overrides | {"checkpoint.resume": older, "output_dir": str(tmp_path / "other")}
-        api.train(load_config(overrides=other))
-        assert trace(tmp_path / "other") == trace(tmp_path / "run")[4:]
-        assert weights(tmp_path / "other") == weights(tmp_path / "run")
+        assert "has checkpoints of its own: resuming from them" in capsys.readouterr().err
+        assert metrics_of(other) == metrics_of(run)[2:]
+        assert saved_bytes(other, STEPS, "model") == saved_bytes(run, STEPS, "model")
 
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, values: dict[str, Any]) -> None:
-        if values["step"] == self.step:
-            run.stop("the test says so")
+    def test_a_damaged_one_is_skipped_with_a_warning(
+        self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+        api.train(load_config(overrides=chat_run(settings, chat_file, whole)))
+        overrides = chat_run(settings, chat_file, damaged)
+        api.train(load_config(overrides=overrides), callbacks=[StopAt(4)])
+        path = damaged / "checkpoints/step-00000004/optimizer.safetensors"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        api.train(load_config(overrides=overrides))
+        assert "optimizer.safetensors: damaged" in capsys.readouterr().err
+        assert_same_run(whole, damaged)

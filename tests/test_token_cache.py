@@ -1,15 +1,16 @@
-"""The token cache: the same in any number of processes, resumed after a kill, never stale, nothing silent."""
+"""The token cache: the same with any number of processes, resumed after a kill, never stale, nothing silent."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,394 +18,478 @@ from typing import Any
 import psutil
 import pytest
 
-import processes
+import selection
+import torchstone
 from tiny import write_rows
-from torchstone.atomic import take_place, write_text
+from torchstone.atomic import file_lock, replace_folder, write_text
 from torchstone.data import cache as cache_module
-from torchstone.data import contents, sources
-from torchstone.data.cache import BuildSettings, TokenCache, find_source, open_cache
-from torchstone.data.encode import Encoder
-from torchstone.data.sources import BadRow
+from torchstone.data import content_hash as hash_module
+from torchstone.data import sources, tokenizer_pool
+from torchstone.data.cache import CacheOptions, DataSource, TokenCache, open_cache, open_source
+from torchstone.data.content_hash import content_hash
+from torchstone.data.encode import Encoder, EncodingConfig
+from torchstone.data.sources import BadRow, Chunk
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.errors import DataError, UsageError, WorkerError
 from torchstone.observe.console import Console
 
 FILES = ["ids.bin", "labels.bin", "lengths.bin", "loss_tokens.bin", "origins.bin", "offsets.npy", "bad-rows.jsonl"]
+CHUNK_BYTES = 2000
+HANG = 120
+
+# Dies of SIGKILL instead of writing one chunk more, with a journal entry after each chunk.
+KILLED_BUILD = f"""
+import os, pickle, signal, sys
+from torchstone.data import cache, sources
+from torchstone.observe.console import Console
+
+sources.CHUNK_BYTES, cache.MIN_POOL_BYTES, cache.JOURNAL_SECONDS = {CHUNK_BYTES}, 0, 0.0
+chunks, arguments = pickle.load(sys.stdin.buffer)
+write_chunk, written = cache._CacheBuilder._write_chunk, []
+
+def write_or_die(*args):
+    if len(written) == chunks:
+        os.kill(os.getpid(), signal.SIGKILL)
+    written.append(write_chunk(*args))
+
+cache._CacheBuilder._write_chunk = write_or_die
+cache.open_cache(*arguments, Console("quiet"))
+"""
+# Opens a cache when its input ends, and prints the log.
+CONCURRENT_BUILD = """
+import pickle, sys
+from torchstone.data import cache
+from torchstone.observe.console import Console
+
+arguments = pickle.load(sys.stdin.buffer)
+print("ready", flush=True)
+sys.stdin.buffer.read()
+cache.open_cache(*arguments, Console("lines", terminal=sys.stdout))
+"""
 
 
-def opened(
-    path: Path, tokenizer: Tokenizer, cache_dir: Path, workers: int | None = 0, stop: bool = True,
-    max_rows: int | None = None, console: Console | None = None,
-) -> TokenCache:  # fmt: skip
-    source = find_source(str(path), stop_on_bad_row=stop)
-    settings = BuildSettings(cache_dir, workers, stop)
-    return open_cache(
-        source, tokenizer.recipe(source.shape, 128, "drop"), settings, console or Console("quiet"), max_rows
+def arguments_for(
+    path: Path, tokenizer: Tokenizer, cache_dir: Path, num_processes: int | None = 0, stop: bool = True,
+    max_length: int = 128, on_long_row: str = "drop", train_on: str = "assistant",
+) -> tuple[DataSource, EncodingConfig, CacheOptions]:  # fmt: skip
+    source = open_source(str(path), stop_on_bad_row=stop)
+    encoding = tokenizer.encoding_config(source.row_format, max_length, on_long_row, train_on)
+    return source, encoding, CacheOptions(cache_dir, num_processes, stop)
+
+
+def build_cache(*args: Any, max_rows: int | None = None, console: Console | None = None, **options: Any) -> TokenCache:
+    return open_cache(*arguments_for(*args, **options), console or Console("quiet"), max_rows)
+
+
+def start_python(code: str) -> Any:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 
-def contents_of(cache: TokenCache) -> dict[str, bytes]:
+def kill_build(chunks: int, *args: Any) -> Path:
+    """Builds `chunks` chunks of a cache in a process that is then killed; returns the unfinished folder.
+
+    The tokenizing processes hold the same stdout, so this returns after all of them have ended.
+    """
+    arguments = arguments_for(*args)
+    process = start_python(KILLED_BUILD)
+    process.communicate(pickle.dumps((chunks, arguments)), timeout=HANG)
+    assert process.returncode == -signal.SIGKILL
+    (partial,) = arguments[2].cache_dir.glob(".*.partial")
+    return partial
+
+
+def contents(cache: TokenCache) -> dict[str, bytes]:
     return {name: (cache.folder / name).read_bytes() for name in FILES}
+
+
+def run_in_thread(job: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def catch_errors() -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=catch_errors)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 2000)
-    monkeypatch.setattr(cache_module, "BYTES_FOR_WORKERS", 0)
+    """Small files have many chunks, which go to other processes if there are any."""
+    monkeypatch.setattr(sources, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(cache_module, "MIN_POOL_BYTES", 0)
+
+
+@pytest.fixture
+def encoded_chunks(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
+    """The chunks that this process encodes from now on."""
+    chunks: list[Chunk] = []
+    encode_chunk = Encoder.encode_chunk
+    monkeypatch.setattr(Encoder, "encode_chunk", lambda self, chunk: chunks.append(chunk) or encode_chunk(self, chunk))
+    return chunks
 
 
 @pytest.fixture(scope="module")
-def many_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("many") / "chats.jsonl", chat_rows(3000))
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("chats") / "chats.jsonl", chat_rows(800))
 
 
-def build_slowly(path: Path, tokenizer_dir: Path, cache_dir: Path, chunks: int, workers: int) -> None:
-    """Builds in small chunks with the journal after each, and dies of SIGKILL when it comes to chunk `chunks`."""
-    sources.CHUNK_BYTES, cache_module.BYTES_FOR_WORKERS, cache_module.JOURNAL_SECONDS = 2000, 0, 0.0
-    wrapped, seen = cache_module._Build._write, [0]
-
-    def write(build: object, *arguments: object) -> None:
-        seen[0] += 1
-        if seen[0] > chunks:
-            os.kill(os.getpid(), signal.SIGKILL)
-        wrapped(build, *arguments)  # type: ignore[arg-type]
-
-    cache_module._Build._write = write  # type: ignore[method-assign,assignment]
-    opened(path, load_tokenizer(tokenizer_dir), cache_dir, workers)
+@pytest.fixture(scope="module")
+def whole(chats: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
+    """The cache of `chats`, built in one go."""
+    return build_cache(chats, tokenizer, tmp_path_factory.mktemp("whole"))
 
 
 class TestProcesses:
     @pytest.mark.usefixtures("small_chunks")
-    def test_any_number_of_processes_makes_the_same_files(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path
+    def test_any_number_of_processes_writes_the_same_files(
+        self, tokenizer: Tokenizer, chats: Path, whole: TokenCache, tmp_path: Path
     ) -> None:
-        alone = contents_of(opened(many_chats, tokenizer, tmp_path / "0"))
-        for workers in (1, 3):
-            assert contents_of(opened(many_chats, tokenizer, tmp_path / str(workers), workers)) == alone
+        for num_processes in (0, 1, 3):
+            cache = build_cache(chats, tokenizer, tmp_path / str(num_processes), num_processes)
+            assert contents(cache) == contents(whole)
 
     @pytest.mark.usefixtures("small_chunks")
-    def test_the_first_bad_row_of_the_file_is_the_one_that_is_named(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        """However the processes finish, the file's order decides."""
+    def test_the_first_bad_row_of_the_file_is_reported(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        """The order of the file decides, not which process finishes first."""
         rows = [*corpus_rows(400), {"text": 3}, *corpus_rows(400), {"text": ""}]
         path = write_rows(tmp_path / "rows.jsonl", rows)
         with pytest.raises(BadRow, match=r"rows.jsonl:401: text is not a string"):
-            opened(path, tokenizer, tmp_path, workers=3)
+            build_cache(path, tokenizer, tmp_path, num_processes=3)
 
     @pytest.mark.usefixtures("small_chunks")
-    def test_a_process_that_dies_ends_the_build_and_not_the_work(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_process_that_dies_ends_the_build_but_keeps_its_results(
+        self, tokenizer: Tokenizer, chats: Path, whole: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        encoded_chunks: list[Chunk],
+    ) -> None:  # fmt: skip
         monkeypatch.setattr(cache_module, "JOURNAL_SECONDS", 0.0)
-        original, seen = cache_module._Build._write, [0]
+        write_chunk, written = cache_module._CacheBuilder._write_chunk, []
 
-        def write(build: cache_module._Build, *arguments: Any) -> None:
-            seen[0] += 1
-            original(build, *arguments)
-            if seen[0] == 20:
-                (worker,) = [
-                    p for p in psutil.Process().children() if "torchstone.data.workers" in " ".join(p.cmdline())
-                ]
-                worker.kill()
+        def kill_after_20(builder: Any, *args: Any) -> None:
+            write_chunk(builder, *args)
+            written.append(builder)
+            if len(written) == 20:
+                (process,) = [p for p in psutil.Process().children() if tokenizer_pool.MAIN in p.cmdline()]
+                process.kill()
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache_module._Build, "_write", write)
+            patch.setattr(cache_module._CacheBuilder, "_write_chunk", kill_after_20)
             with pytest.raises(WorkerError, match="a tokenizing process died of signal 9") as caught:
-                opened(many_chats, tokenizer, tmp_path / "a", workers=1)
+                build_cache(chats, tokenizer, tmp_path, num_processes=1)
         assert caught.value.exit_code == 7
-        encoded = []
-        chunk = Encoder.chunk
-        monkeypatch.setattr(Encoder, "chunk", lambda self, c: encoded.append(c) or chunk(self, c))
-        monkeypatch.setattr(cache_module, "BYTES_FOR_WORKERS", 10**9)
-        finished = opened(many_chats, tokenizer, tmp_path / "a")
-        again = len(encoded)
-        assert contents_of(finished) == contents_of(opened(many_chats, tokenizer, tmp_path / "b"))
-        assert again <= len(encoded) - again - 20
+        assert contents(build_cache(chats, tokenizer, tmp_path)) == contents(whole)
+        assert len(encoded_chunks) <= len(list(sources.read_chunks([chats]))) - 20
 
     @pytest.mark.usefixtures("small_chunks")
-    def test_a_process_that_dies_at_its_start_is_said(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_process_that_dies_at_its_start_is_reported(
+        self, tokenizer: Tokenizer, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Also when what it should read first is larger than a pipe holds."""
-        from torchstone.data import workers
-
-        monkeypatch.setattr(workers, "START", "raise SystemExit(3)")
-        hf = load_tokenizer(Path(tokenizer.source)).hf
+        """Also when the first message to it is larger than the buffer of a pipe."""
+        monkeypatch.setattr(tokenizer_pool, "MAIN", "raise SystemExit(3)")
+        hf = load_tokenizer(Path(tokenizer.path)).hf
         hf.chat_template += "{# " + "x" * 3_000_000 + " #}"
         with pytest.raises(WorkerError, match="a tokenizing process died with exit code 3"):
-            opened(many_chats, Tokenizer(hf, "large"), tmp_path, workers=2)
-
-    def test_modules_in_the_working_folder_are_not_imported(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path
-    ) -> None:
-        (tmp_path / "regex.py").write_text("raise SystemExit(9)")
-        command = [Path(sys.executable).parent / "torchstone", "prepare", "--model.tokenizer", tokenizer.source]
-        if not command[0].exists():
-            pytest.skip("torchstone is not installed as a command here")
-        command += ["--data.path", str(many_chats), "--data.prepare_workers", "1", "--data.max_samples", "10"]
-        big = tmp_path / "big.jsonl"
-        big.write_bytes(many_chats.read_bytes() * 20)
-        command[command.index(str(many_chats))] = str(big)
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+            build_cache(chats, Tokenizer(hf, "large"), tmp_path, num_processes=2)
 
     @pytest.mark.usefixtures("small_chunks")
-    def test_errors_that_are_not_about_a_row_come_back_as_they_are(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        hf = load_tokenizer(Path(tokenizer.source)).hf
+    def test_modules_in_the_current_folder_are_not_imported(
+        self, tokenizer: Tokenizer, chats: Path, whole: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "regex.py").write_text("raise SystemExit(9)")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+        assert contents(build_cache(chats, tokenizer, tmp_path, num_processes=1)) == contents(whole)
+
+    @pytest.mark.usefixtures("small_chunks")
+    def test_errors_that_are_not_about_a_row_keep_their_type(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        hf = load_tokenizer(Path(tokenizer.path)).hf
         hf.chat_template = None
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         path = write_rows(tmp_path / "rows.jsonl", [{"prompt": messages[:1], "completion": messages[1:]}])
         with pytest.raises(UsageError, match="no chat template.*\n.*chatml"):
-            opened(path, Tokenizer(hf, "bare"), tmp_path, workers=1)
+            build_cache(path, Tokenizer(hf, "bare"), tmp_path, num_processes=1)
 
-    def test_workers_import_neither_torch_nor_transformers(self) -> None:
+    def test_tokenizing_processes_import_neither_torch_nor_transformers(self) -> None:
         heavy = "{'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
-        code = f"import sys, torchstone.data.workers; print(sorted({heavy}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "[]"
+        code = f"import sys, torchstone.data.tokenizer_pool; print(sorted({heavy}))"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert result.stdout.strip() == "[]"
 
-    def test_a_template_is_timed_in_a_thread_too(
+    def test_a_thread_leaves_the_encoding_to_a_process(
         self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Signals reach main threads only, so a thread has it done by a process."""
-        used = []
-        monkeypatch.setattr(cache_module, "Workers", lambda *a: used.append(a) or pytest.fail("started"))
+        """The time limit of templates needs signals, which reach main threads only."""
+        monkeypatch.setattr(cache_module, "TokenizerPool", lambda *_: pytest.fail("started a process"))
         path = write_rows(tmp_path / "rows.jsonl", chat_rows(3))
-        with pytest.raises(pytest.fail.Exception):
-            run_in_thread(lambda: opened(path, tokenizer, tmp_path / "a", workers=None))
-        assert len(used) == 1
-        opened(path, tokenizer, tmp_path / "b", workers=None)
-        assert len(used) == 1
+        with pytest.raises(pytest.fail.Exception, match="started a process"):
+            run_in_thread(lambda: build_cache(path, tokenizer, tmp_path / "a", num_processes=None))
+        build_cache(path, tokenizer, tmp_path / "b", num_processes=None)
 
-
-def run_in_thread(job: Callable[[], object]) -> None:
-    caught: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            job()
-        except BaseException as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if caught:
-        raise caught[0]
+    def test_one_of_several_processes_builds_the_cache(
+        self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path
+    ) -> None:
+        processes = [start_python(CONCURRENT_BUILD) for _ in range(4)]
+        for process in processes:
+            process.stdin.write(pickle.dumps(arguments_for(text_file, tokenizer, tmp_path)))
+            process.stdin.flush()
+        assert [process.stdout.readline() for process in processes] == [b"ready\n"] * 4
+        for process in processes:
+            process.stdin.close()
+            # Otherwise communicate() would flush it.
+            process.stdin = None
+        output = b"".join(process.communicate(timeout=HANG)[0] for process in processes).decode()
+        assert [process.returncode for process in processes] == [0] * 4
+        assert [line.split()[0] for line in output.splitlines()].count("tokenizing") == 1
 
 
 class TestKilled:
-    @pytest.mark.parametrize(("chunks", "workers"), [(1, 0), (7, 0), (40, 0), (9, 2)])
-    def test_the_next_start_finishes_what_was_begun(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        chunks: int, workers: int,
+    @pytest.mark.parametrize(
+        ("chunks", "num_processes"),
+        [pytest.param(1, 0, marks=selection.the_rest), (7, 0), pytest.param(40, 0, marks=selection.the_rest), (9, 2)],
+    )
+    def test_the_next_start_finishes_the_build(
+        self, tokenizer: Tokenizer, chats: Path, whole: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        encoded_chunks: list[Chunk], chunks: int, num_processes: int,
     ) -> None:  # fmt: skip
-        killed = tmp_path / "killed"
-        code = processes.run(build_slowly, many_chats, Path(tokenizer.source), killed, chunks, workers)
-        assert code == -signal.SIGKILL
-        (partial,) = killed.glob(".*.partial")
+        """And the tokenizing processes end with their parent: `kill_build` waits for them."""
+        partial = kill_build(chunks, chats, tokenizer, tmp_path, num_processes)
         assert json.loads((partial / "journal.json").read_text())["counts"]["rows"] > 0
-        monkeypatch.setattr(sources, "CHUNK_BYTES", 2000)
-        encoded = []
-        original = Encoder.chunk
-        monkeypatch.setattr(Encoder, "chunk", lambda self, chunk: encoded.append(chunk) or original(self, chunk))
-        finished = opened(many_chats, tokenizer, killed)
-        again = len(encoded)
-        whole = opened(many_chats, tokenizer, tmp_path / "whole")
-        assert contents_of(finished) == contents_of(whole)
+        monkeypatch.setattr(sources, "CHUNK_BYTES", CHUNK_BYTES)
+        finished = build_cache(chats, tokenizer, tmp_path)
+        assert contents(finished) == contents(whole)
         assert finished.counts == whole.counts
-        assert again == len(encoded) - again - chunks
-        assert not list(killed.glob(".*.partial"))
+        assert len(encoded_chunks) == len(list(sources.read_chunks([chats]))) - chunks
+        assert not partial.exists()
 
-    def test_what_was_written_after_the_journal_is_written_again(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path
+    @pytest.mark.parametrize("damage", ["written after the journal", "no journal", "short file"])
+    def test_an_unfinished_build_with_damaged_files_is_repaired(
+        self, tokenizer: Tokenizer, chats: Path, whole: TokenCache, tmp_path: Path, damage: str
     ) -> None:
-        killed = tmp_path / "killed"
-        processes.run(build_slowly, many_chats, Path(tokenizer.source), killed, 5, 0)
-        (partial,) = killed.glob(".*.partial")
-        for name in ("ids.bin", "origins.bin"):
-            with (partial / name).open("ab") as file:
-                file.write(b"half of a chunk")
-        whole = opened(many_chats, tokenizer, tmp_path / "whole")
-        assert contents_of(opened(many_chats, tokenizer, killed)) == contents_of(whole)
-
-    @pytest.mark.usefixtures("small_chunks")
-    def test_a_bad_row_keeps_what_came_before_it(
-        self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The same error again at once; and with skip, the rest only."""
-        monkeypatch.setattr(cache_module, "BYTES_FOR_WORKERS", 10**9)
-        path = write_rows(tmp_path / "rows.jsonl", [*corpus_rows(300), {"text": 3}, *corpus_rows(20)])
-        encoded = []
-        original = Encoder.chunk
-        monkeypatch.setattr(Encoder, "chunk", lambda self, chunk: encoded.append(chunk) or original(self, chunk))
-        counts = []
-        for _ in range(2):
-            before = len(encoded)
-            with pytest.raises(BadRow, match=r"rows.jsonl:301"):
-                opened(path, tokenizer, tmp_path / "cache")
-            counts.append(len(encoded) - before)
-        assert counts[0] > 8
-        assert counts[1] == 1
-        cache = opened(path, tokenizer, tmp_path / "cache", stop=False)
-        assert (cache.counts.rows, cache.counts.bad_rows) == (321, 1)
-        assert contents_of(cache) == contents_of(opened(path, tokenizer, tmp_path / "other", stop=False))
-
-    @pytest.mark.parametrize("damage", ["journal", "short"])
-    def test_a_damaged_beginning_is_begun_again(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, damage: str
-    ) -> None:
-        killed = tmp_path / "killed"
-        processes.run(build_slowly, many_chats, Path(tokenizer.source), killed, 5, 0)
-        (partial,) = killed.glob(".*.partial")
-        if damage == "journal":
+        partial = kill_build(5, chats, tokenizer, tmp_path)
+        if damage == "written after the journal":
+            for name in ("ids.bin", "origins.bin"):
+                with (partial / name).open("ab") as file:
+                    file.write(b"half of a chunk")
+        elif damage == "no journal":
             (partial / "journal.json").write_text('{"key": ')
         else:
             os.truncate(partial / "ids.bin", 10)
-        whole = opened(many_chats, tokenizer, tmp_path / "whole")
-        assert contents_of(opened(many_chats, tokenizer, killed)) == contents_of(whole)
+        assert contents(build_cache(chats, tokenizer, tmp_path)) == contents(whole)
 
-    def test_processes_end_with_their_parent(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        """The parent is killed with SIGKILL in the middle of its work; nobody is left behind."""
-        path = write_rows(tmp_path / "big.jsonl", chat_rows(30000))
-        code = (
-            "import sys; from pathlib import Path; from torchstone.data import cache;"
-            "from test_token_cache import opened;"
-            "from torchstone.data.tokenize import load_tokenizer; cache.BYTES_FOR_WORKERS = 0;"
-            "opened(Path(sys.argv[1]), load_tokenizer(Path(sys.argv[2])), Path(sys.argv[3]), 2)"
-        )
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", code, str(path), tokenizer.source, str(tmp_path / "cache")]
-        parent = subprocess.Popen(command, env=environment)
-        children = wait_for(lambda: found if len(found := psutil.Process(parent.pid).children()) >= 2 else None)
-        parent.kill()
-        parent.wait()
-        _, alive = psutil.wait_procs(children, timeout=20)
-        assert alive == []
+    @pytest.mark.usefixtures("small_chunks")
+    def test_a_bad_row_keeps_the_rows_before_it(
+        self, tokenizer: Tokenizer, tmp_path: Path, encoded_chunks: list[Chunk]
+    ) -> None:
+        """The next start gives the same error at once; with skip it encodes only the rest."""
+        path = write_rows(tmp_path / "rows.jsonl", [*corpus_rows(300), {"text": 3}, *corpus_rows(20)])
+        counts = []
+        for _ in range(2):
+            encoded_chunks.clear()
+            with pytest.raises(BadRow, match=r"rows.jsonl:301"):
+                build_cache(path, tokenizer, tmp_path / "cache")
+            counts.append(len(encoded_chunks))
+        assert counts[0] > 8
+        assert counts[1] == 1
+        cache = build_cache(path, tokenizer, tmp_path / "cache", stop=False)
+        assert (cache.counts.rows, cache.counts.bad_rows) == (321, 1)
+        assert contents(cache) == contents(build_cache(path, tokenizer, tmp_path / "other", stop=False))
 
-
-def wait_for(condition: Callable[[], list | None]) -> list:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it never came")
+    def test_the_next_build_removes_what_a_failed_one_left(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "a.jsonl", [{"text": "fine"}, {"text": 3}])
+        with pytest.raises(DataError):
+            build_cache(path, tokenizer, tmp_path / "cache")
+        (partial,) = (tmp_path / "cache").glob(".*.partial")
+        # Not while another process works on it.
+        with file_lock(tmp_path / "cache" / f"{partial.name[1:33]}.lock"):
+            build_cache(write_rows(path, [{"text": "fine"}, {"text": "other"}]), tokenizer, tmp_path / "cache")
+            assert partial.is_dir()
+        build_cache(write_rows(path, [{"text": "fine"}, {"text": "fine"}]), tokenizer, tmp_path / "cache")
+        assert not partial.exists()
 
 
 class TestKey:
+    ROWS = {
+        "text": [{"text": "One two three."}, {"text": "Four five, é six."}],
+        "messages": [{"messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi"}]}],
+        "tokens": [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}],
+    }
+    # Keys of caches and fingerprints of runs, computed with version 0.1 for the rows above.
+    KEYS = {
+        "text": "142dd0812130d92670663d6e25ae5eea39d49dd04f0b138cd26bce2d9fc834ad",
+        "messages": "8fc580a10b3e59a2f29ffe18cbd46cca0b4d9a6a2838bc4041a5df93ced0764f",
+        "tokens": "85548ee1bdc806e1008126e3f7cd84e7cdb5d5884e7b4a3825639ec581f0c0ca",
+    }
+    FINGERPRINTS = {
+        "text": "df3160539919995c2ee999321fe87cb0142946962be0a18867d0fb5d38897f7e",
+        "messages": "876b612246bf5fac75f3ae8f61c0bfcfe988553ee01cb5a899edb86d19c45b45",
+        "tokens": "7bb9f9966993efa34bbd9b921da6cf05ec55c732e338d0c7e172fc0afe26de97",
+        "text messages": "cd4ba795fe61caeb66bc45f20bb5ed3a6df601ee577f536be7ce7fd1420dcb73",
+    }
+
+    @pytest.mark.parametrize("formats", FINGERPRINTS)
+    def test_keys_and_fingerprints_of_version_0_1_are_kept(
+        self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formats: str
+    ) -> None:
+        """Otherwise runs would refuse to resume. A deliberate change increases CODE_VERSION and these values change."""
+        # Both depend on the version of tokenizers, and on how it writes tokenizer.json.
+        monkeypatch.setattr(cache_module, "version", lambda _: "0.23.3")
+        paths = [write_rows(tmp_path / f"{name}.jsonl", self.ROWS[name]) for name in formats.split()]
+        overrides: dict[str, Any] = {
+            "model.depth": 1, "model.tokenizer": tokenizer.path, "data.path": [str(path) for path in paths],
+            "data.cache_dir": str(tmp_path), "data.context_length": 64, "observe.console": "quiet",
+        }  # fmt: skip
+        if len(paths) > 1:
+            overrides |= {"data.weights": [1, 3], "data.text_packing": "best-fit"}
+        assert torchstone.prepare(overrides=overrides)["fingerprint"] == self.FINGERPRINTS[formats]
+        if len(paths) == 1:
+            (meta,) = tmp_path.glob("*/meta.json")
+            assert json.loads(meta.read_text())["key"] == self.KEYS[formats]
+            assert meta.parent.name == self.KEYS[formats][:32]
+
+    def test_every_input_of_the_encoding_changes_the_key(
+        self, tokenizer: Tokenizer, chat_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = [{}, {"max_length": 32}, {"on_long_row": "split"}, {"max_rows": 10}, {"train_on": "last"}]
+        keys = [build_cache(chat_file, tokenizer, tmp_path, **each).key for each in options]
+        changed = tmp_path / "changed.jsonl"
+        changed.write_text(chat_file.read_text().replace("?", "!"))
+        keys.append(build_cache(changed, tokenizer, tmp_path).key)
+        for change in (
+            lambda hf: setattr(hf, "chat_template", hf.chat_template.replace("<|end|>", "<|end|>\n")),
+            lambda hf: hf.add_tokens(["KATO"]),
+            lambda hf: setattr(hf, "eos_token", "<|end|>"),
+        ):
+            hf = load_tokenizer(Path(tokenizer.path)).hf
+            change(hf)
+            keys.append(build_cache(chat_file, Tokenizer(hf, "changed"), tmp_path).key)
+        monkeypatch.setattr(cache_module, "CODE_VERSION", cache_module.CODE_VERSION + 1)
+        keys.append(build_cache(chat_file, tokenizer, tmp_path).key)
+        assert all(a != b for a, b in itertools.combinations(keys, 2))
+
+    def test_inputs_without_effect_do_not_change_the_key(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.encoding_config("text", None, "", "last") == tokenizer.encoding_config("text", None, "", "all")
+        assert tokenizer.encoding_config("text", None, "").template is None
+
+    @pytest.mark.usefixtures("small_chunks")
+    def test_max_rows_limits_the_rows_over_chunks_and_processes(
+        self, tokenizer: Tokenizer, chats: Path, whole: TokenCache, tmp_path: Path
+    ) -> None:
+        for num_processes in (0, 2):
+            cache = build_cache(chats, tokenizer, tmp_path / str(num_processes), num_processes, max_rows=333)
+            assert (cache.counts.rows, len(cache)) == (333, 333)
+            assert cache.ids.tolist() == whole.ids[: len(cache.ids)].tolist()
+
     def test_a_file_that_changes_while_it_is_read_is_refused(
         self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = write_rows(tmp_path / "rows.jsonl", corpus_rows(5))
-        original, added = Encoder.chunk, '{"text": "one more"}\n'
+        size, encode_chunk = path.stat().st_size, Encoder.encode_chunk
 
-        def chunk(self: Encoder, chunk: Any) -> Any:
-            if added not in path.read_text():
-                path.write_text(path.read_text() + added)
-            return original(self, chunk)
+        def change_file(encoder: Encoder, chunk: Chunk) -> Any:
+            if path.stat().st_size == size:
+                path.write_text(path.read_text() + '{"text": "one more"}\n')
+            return encode_chunk(encoder, chunk)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Encoder, "chunk", chunk)
-            with pytest.raises(DataError, match="was changed while it was read"):
-                opened(path, tokenizer, tmp_path / "cache")
-        assert opened(path, tokenizer, tmp_path / "cache").counts.rows == 6
-
-    def test_a_cache_that_can_only_be_read_is_read(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first = opened(many_chats, tokenizer, tmp_path, max_rows=50)
-        (first.folder / "checked.json").unlink()
-        shutil.rmtree(tmp_path / "hashes", ignore_errors=True)
-        monkeypatch.setattr(contents, "SETTLED_SECONDS", -1.0)
-        monkeypatch.setattr(os, "access", lambda *a: False)
-        assert opened(many_chats, tokenizer, tmp_path, max_rows=50).key == first.key
-        assert not (tmp_path / "hashes").exists()
-
-    def test_what_decides_nothing_is_not_in_the_key(self, tokenizer: Tokenizer) -> None:
-        assert tokenizer.recipe("text", None, "", "last") == tokenizer.recipe("text", None, "", "all")
-        assert tokenizer.recipe("text", None, "").template is None
-
-    def test_the_number_of_rows_counts(self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path) -> None:
-        whole = opened(many_chats, tokenizer, tmp_path)
-        some = opened(many_chats, tokenizer, tmp_path, max_rows=100)
-        assert (some.counts.rows, len(some)) == (100, 100)
-        assert some.key != whole.key
-        assert some.ids.tolist() == whole.ids[: len(some.ids)].tolist()
-
-    @pytest.mark.usefixtures("small_chunks")
-    def test_rows_are_counted_over_chunks_and_processes(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path
-    ) -> None:
-        for workers in (0, 2):
-            assert opened(many_chats, tokenizer, tmp_path / str(workers), workers, max_rows=777).counts.rows == 777
+            patch.setattr(Encoder, "encode_chunk", change_file)
+            with pytest.raises(DataError, match="rows.jsonl changed while it was read"):
+                build_cache(path, tokenizer, tmp_path / "cache")
+        assert build_cache(path, tokenizer, tmp_path / "cache").counts.rows == 6
 
     def test_a_file_changed_in_place_with_its_old_date_is_noticed(
         self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(contents, "SETTLED_SECONDS", -1.0)
+        monkeypatch.setattr(hash_module, "SETTLED_SECONDS", -1.0)
         path = write_rows(tmp_path / "rows.jsonl", [{"text": "one two"}])
         before = path.stat()
-        first = opened(path, tokenizer, tmp_path / "cache")
+        first = build_cache(path, tokenizer, tmp_path / "cache")
         assert list((tmp_path / "cache/hashes").iterdir())
         path.write_text(path.read_text().replace("one", "six"))
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert path.stat().st_size == before.st_size
-        assert opened(path, tokenizer, tmp_path / "cache").key != first.key
+        assert build_cache(path, tokenizer, tmp_path / "cache").key != first.key
 
-    def test_a_hash_is_not_computed_twice_and_never_remembered_too_early(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = write_rows(tmp_path / "rows.jsonl", [{"text": "one two"}])
-        found = contents.content_hash(path, tmp_path / "memory")
-        assert not (tmp_path / "memory").exists()
-        monkeypatch.setattr(contents, "SETTLED_SECONDS", -1.0)
-        assert contents.content_hash(path, tmp_path / "memory") == found
-        monkeypatch.setattr(contents.hashlib, "file_digest", lambda *a: pytest.fail("hashed again"))
-        assert contents.content_hash(path, tmp_path / "memory") == found
-        (note,) = (tmp_path / "memory").iterdir()
-        note.write_text("{")
+    def test_hashes_are_cached_for_settled_files_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, hashes = write_rows(tmp_path / "rows.jsonl", [{"text": "one two"}]), tmp_path / "hashes"
+        monkeypatch.setattr(hash_module, "SETTLED_SECONDS", 1e9)
+        expected = content_hash(path, hashes)
+        assert not hashes.exists()
+        monkeypatch.setattr(hash_module, "SETTLED_SECONDS", -1.0)
+        assert content_hash(path, hashes) == expected
+        monkeypatch.setattr(hash_module.hashlib, "file_digest", lambda *_: pytest.fail("hashed again"))
+        assert content_hash(path, hashes) == expected
+        (entry,) = hashes.iterdir()
+        entry.write_text("{")
         with pytest.raises(pytest.fail.Exception, match="hashed again"):
-            contents.content_hash(path, tmp_path / "memory")
+            content_hash(path, hashes)
 
-    def test_a_cache_moved_elsewhere_is_checked_and_used(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path
-    ) -> None:
-        opened(many_chats, tokenizer, tmp_path / "here", max_rows=50)
-        shutil.copytree(tmp_path / "here", tmp_path / "there")
-        said: list[str] = []
-        console = Console("lines")
-        console.say = said.append  # type: ignore[method-assign]
-        opened(many_chats, tokenizer, tmp_path / "there", max_rows=50, console=console)
-        assert [line.split()[0] for line in said] == ["using"]
 
-    def test_a_cache_that_nobody_touched_is_not_read_again(
-        self, tokenizer: Tokenizer, many_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class TestFiles:
+    def test_a_damaged_cache_is_built_again(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+        first = build_cache(text_file, tokenizer, tmp_path)
+        expected = first.ids.tolist()
+        for name, damage in (
+            ("ids.bin", lambda content: content[:-10]),
+            ("ids.bin", lambda content: b"\x01" + content[1:]),
+            ("offsets.npy", lambda content: b""),
+            ("meta.json", lambda content: b"{"),
+        ):
+            path = first.folder / name
+            path.write_bytes(damage(path.read_bytes()))
+            assert build_cache(text_file, tokenizer, tmp_path).ids.tolist() == expected
+
+    def test_an_unchanged_cache_is_not_checked_again(
+        self, tokenizer: Tokenizer, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        opened(many_chats, tokenizer, tmp_path, max_rows=50)
+        build_cache(chats, tokenizer, tmp_path, max_rows=50)
         monkeypatch.setattr(cache_module, "_checksum", lambda path: pytest.fail(f"read {path}"))
-        opened(many_chats, tokenizer, tmp_path, max_rows=50)
+        build_cache(chats, tokenizer, tmp_path, max_rows=50)
 
+    def test_a_copied_cache_is_used(self, tokenizer: Tokenizer, chats: Path, tmp_path: Path) -> None:
+        build_cache(chats, tokenizer, tmp_path / "here", max_rows=50)
+        shutil.copytree(tmp_path / "here", tmp_path / "there")
+        console, lines = Console("lines"), list[str]()
+        console.info = lines.append  # type: ignore[method-assign]
+        build_cache(chats, tokenizer, tmp_path / "there", max_rows=50, console=console)
+        assert [line.split()[0] for line in lines] == ["using"]
 
-class TestAtomic:
+    def test_a_read_only_cache_is_used(
+        self, tokenizer: Tokenizer, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = build_cache(chats, tokenizer, tmp_path, max_rows=50)
+        (first.folder / "checked.json").unlink()
+        shutil.rmtree(tmp_path / "hashes", ignore_errors=True)
+        monkeypatch.setattr(hash_module, "SETTLED_SECONDS", -1.0)
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        assert build_cache(chats, tokenizer, tmp_path, max_rows=50).key == first.key
+        assert not (tmp_path / "hashes").exists()
+
     def test_threads_may_write_the_same_file(self, tmp_path: Path) -> None:
         def write() -> None:
             for _ in range(50):
-                write_text(tmp_path / "note", "whole")
+                write_text(tmp_path / "file", "whole")
 
-        others = [threading.Thread(target=run_in_thread, args=(write,)) for _ in range(3)]
-        for thread in others:
+        threads = [threading.Thread(target=run_in_thread, args=(write,)) for _ in range(3)]
+        for thread in threads:
             thread.start()
-        for thread in others:
+        for thread in threads:
             thread.join()
-        assert [path.name for path in tmp_path.iterdir()] == ["note"]
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
-    def test_what_an_old_crash_left_is_no_hindrance(self, tmp_path: Path) -> None:
+    def test_a_folder_is_replaced_despite_leftovers_of_a_crash(self, tmp_path: Path) -> None:
         for name in ("a", ".a.replaced", ".a.partial"):
             (tmp_path / name).mkdir()
             (tmp_path / name / name.strip(".")).touch()
-        take_place(tmp_path / ".a.partial", tmp_path / "a")
+        replace_folder(tmp_path / ".a.partial", tmp_path / "a")
         assert [path.name for path in (tmp_path / "a").iterdir()] == ["a.partial"]
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -420,50 +505,46 @@ class TestBadRows:
         path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
         return path
 
-    def test_they_are_skipped_counted_and_kept_when_asked(
+    def test_skipped_rows_are_counted_and_kept_in_a_file(
         self, tokenizer: Tokenizer, mixed: Path, tmp_path: Path
     ) -> None:
-        cache = opened(mixed, tokenizer, tmp_path / "cache", stop=False)
+        cache = build_cache(mixed, tokenizer, tmp_path / "cache", stop=False)
         assert (cache.counts.rows, cache.counts.bad_rows, len(cache)) == (28, 8, 20)
-        kept = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
-        assert [row["line"] for row in kept] == [1, 3, 5, 7, 9, 11, 13, 15]
-        assert {row["file"] for row in kept} == {str(mixed)}
-        assert [row["row"] for row in kept[:7]] == [
-            '{"text": ',
-            "[1]",
-            *map(json.dumps, map(json.loads, self.BAD[2:6])),
-            "null",
-        ]
-        assert [row["reason"].split(":")[0] for row in kept] == [
-            "not JSON", "a row is an object {…}, not an array", "text is empty", "text is not a string",
-            "the rows of this source are of shape 'text', this one has no text", "a NUL at character 1 of a text",
-            "a row is an object {…}, not null", "not UTF-8 at byte 0 of the line",
+        bad_rows = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
+        assert [row["line"] for row in bad_rows] == [1, 3, 5, 7, 9, 11, 13, 15]
+        assert {row["file"] for row in bad_rows} == {str(mixed)}
+        assert [row["row"] for row in bad_rows[:7]] == [
+            '{"text": ', "[1]", *map(json.dumps, map(json.loads, self.BAD[2:6])), "null",
+        ]  # fmt: skip
+        assert [row["reason"].split(":")[0] for row in bad_rows] == [
+            "not JSON", "a row must be an object {…}, not an array", "text is empty", "text is not a string",
+            "the format of this data is 'text', but this row has no text; its keys are txt",
+            "NUL character at position 1", "a row must be an object {…}, not null", "not UTF-8 at byte 0 of the line",
         ]  # fmt: skip
         clean = write_rows(tmp_path / "clean.jsonl", corpus_rows(20))
-        assert cache.ids.tolist() == opened(clean, tokenizer, tmp_path / "clean").ids.tolist()
+        assert cache.ids.tolist() == build_cache(clean, tokenizer, tmp_path / "clean").ids.tolist()
         assert cache.origin(0) == f"{mixed}:2"
 
-    def test_a_cache_made_by_skipping_does_not_let_them_pass(
+    def test_a_cache_built_with_skip_still_stops_without_it(
         self, tokenizer: Tokenizer, mixed: Path, tmp_path: Path
     ) -> None:
-        lines = mixed.read_bytes().splitlines()
-        mixed.write_bytes(b"\n".join(lines[1:]))
-        opened(mixed, tokenizer, tmp_path / "cache", stop=False)
-        with pytest.raises(BadRow, match=r"mixed.jsonl:2: a row is an object"):
-            opened(mixed, tokenizer, tmp_path / "cache", stop=True)
+        mixed.write_bytes(mixed.read_bytes().partition(b"\n")[2])
+        build_cache(mixed, tokenizer, tmp_path / "cache", stop=False)
+        with pytest.raises(BadRow, match=r"mixed.jsonl:2: a row must be an object"):
+            build_cache(mixed, tokenizer, tmp_path / "cache", stop=True)
 
-    def test_a_source_with_nothing_to_train_on_is_refused(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        path = write_rows(tmp_path / "masked.jsonl", [{"input_ids": [1, 2], "labels": [1, -100]}] * 3)
-        masked = opened(path, tokenizer, tmp_path, stop=False)
+    def test_a_source_without_trained_tokens_is_refused(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        masked = write_rows(tmp_path / "masked.jsonl", [{"input_ids": [1, 2], "labels": [1, -100]}] * 3)
         with pytest.raises(DataError, match=r"masked.jsonl: none of its 3 rows has a token to train on"):
-            masked.refuse_if_untrained()
-        long = opened(write_rows(tmp_path / "long.jsonl", [{"input_ids": [1] * 200}]), tokenizer, tmp_path)
-        assert len(long) == 0
-        with pytest.raises(DataError, match="none of its 1 rows has a token to train on\n  1 were longer"):
-            long.refuse_if_untrained()
+            build_cache(masked, tokenizer, tmp_path, stop=False).check_trainable()
+        long = write_rows(tmp_path / "long.jsonl", [{"input_ids": [1] * 200}])
+        with pytest.raises(DataError, match="none of its 1 rows has a token to train on\n  1 are longer"):
+            build_cache(long, tokenizer, tmp_path).check_trainable()
+
+    def test_a_source_without_rows_is_refused(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         (tmp_path / "empty.jsonl").touch()
-        with pytest.raises(DataError, match=r"empty.jsonl: no rows"):
-            opened(tmp_path / "empty.jsonl", tokenizer, tmp_path)
+        with pytest.raises(DataError, match=r"empty.jsonl: the data is empty"):
+            build_cache(tmp_path / "empty.jsonl", tokenizer, tmp_path)
         (tmp_path / "junk.jsonl").write_text("a\nb\n")
-        with pytest.raises(DataError, match="no rows of a known shape"):
-            opened(tmp_path / "junk.jsonl", tokenizer, tmp_path, stop=False)
+        with pytest.raises(DataError, match="junk.jsonl: no row has a known format"):
+            build_cache(tmp_path / "junk.jsonl", tokenizer, tmp_path, stop=False)

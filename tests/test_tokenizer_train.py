@@ -1,8 +1,7 @@
-"""A tokenizer of one's own: any text comes back, the same data gives the same file, conversations work at once."""
+"""Training a tokenizer: every text decodes exactly, the same data gives the same file, chat templates work."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from pathlib import Path
@@ -11,23 +10,22 @@ from typing import Any
 import pytest
 
 from tiny import write_rows
-from torchstone.data.cache import BuildSettings, find_source, open_cache
-from torchstone.data.inspect import inspect_sources, show_console
+from torchstone.data.cache import CacheOptions, open_cache, open_source
+from torchstone.data.inspect import inspect_sources, print_report
 from torchstone.data.tokenize import load_tokenizer
-from torchstone.data.train_tokenizer import PATTERNS, check_target, save, train_tokenizer
-from torchstone.data.words import word_encoder
+from torchstone.data.train_tokenizer import PATTERNS, check_target, save_tokenizer, train_tokenizer
 from torchstone.demo.corpus import corpus_rows
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
-OTHER = "Straße, naïve café: 日本語の文章 한국어 слово 12345 don't I'LL\r\n\t x  \n\n"
-# All that may stand in a text: with these characters, every byte that UTF-8 has.
+MIXED = "Straße, naïve café: 日本語の文章 한국어 слово 12345 don't I'LL\r\n\t x  \n\n"
+# Characters that together have every byte of UTF-8.
 EVERY_BYTE = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 61), *range(0xE000, 0x110000, 4093), 0x10FFFF]))
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [*corpus_rows(400), *({"text": OTHER * 3} for _ in range(5))]
+    rows = [*corpus_rows(400), *({"text": MIXED * 3} for _ in range(5))]
     return write_rows(tmp_path_factory.mktemp("corpus") / "text.jsonl", rows)
 
 
@@ -37,29 +35,15 @@ def trained(request: pytest.FixtureRequest, corpus: Path) -> Any:
 
 
 class TestTexts:
-    def test_any_text_comes_back(self, trained: Any) -> None:
+    def test_every_text_decodes_exactly(self, trained: Any) -> None:
         assert set(EVERY_BYTE.encode()) == set(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
         rng = random.Random(5)
-        texts = [EVERY_BYTE, OTHER, "👩‍🚀🏽 emoji 😀", " ", "\n", "<|endoftext|> and <|pad|>", "a" * 3000]
+        texts = [EVERY_BYTE, MIXED, "👩‍🚀🏽 emoji 😀", " ", "\n", "<|endoftext|> and <|pad|>", "a" * 3000]
         texts += ["".join(rng.choices(EVERY_BYTE, k=50)) for _ in range(100)]
         for text in texts:
             ids = trained.backend_tokenizer.encode(text, add_special_tokens=False).ids
             assert trained.decode(ids, skip_special_tokens=False) == text
             assert max(ids) < 600
-
-    def test_encoding_by_words_is_the_same(self, trained: Any) -> None:
-        backend = trained.backend_tokenizer
-        words = word_encoder(backend)
-        assert words is not None
-        rng = random.Random(6)
-        letters = "aeinrst AB'' \n\t.,-!(0123é日本한слß"
-        texts = ["".join(rng.choices(letters, k=rng.randint(1, 80))) for _ in range(1000)]
-        found = words.encode_batch(texts)
-        whole = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
-        assert [ids for ids in found if ids is not None] == [
-            ids for ids, known in zip(whole, found, strict=True) if known is not None
-        ]
-        assert sum(ids is not None for ids in found) > 800
 
     def test_every_byte_is_a_token_and_the_size_is_exact(self, trained: Any) -> None:
         from tokenizers import pre_tokenizers
@@ -69,12 +53,12 @@ class TestTexts:
         assert sorted(vocabulary.values()) == list(range(600))
         assert (trained.eos_token, trained.pad_token, trained.bos_token) == ("<|endoftext|>", "<|pad|>", None)
 
-    def test_words_that_were_seen_are_short(self, corpus: Path) -> None:
-        hf, found = train_tokenizer([str(corpus)], 600)
+    def test_the_report_has_the_measured_figures(self, corpus: Path) -> None:
+        hf, report = train_tokenizer([str(corpus)], 600)
         texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
         size = sum(len(text.encode()) for text in texts)
         tokens = sum(len(hf.backend_tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
-        assert found["measured"] == {
+        assert report["measured"] == {
             "vocab_size": 600,
             "special_tokens": {"<|endoftext|>": 0, "<|pad|>": 1},
             "texts": 405,
@@ -85,13 +69,13 @@ class TestTexts:
             "sample_tokens": tokens,
         }
         assert size / tokens > 2.5
-        assert (found["notes"], found["bad_rows"]) == ([], 0)
+        assert (report["notes"], report["bad_rows"]) == ([], 0)
 
 
 class TestFolder:
     def test_the_same_data_gives_the_same_file(self, corpus: Path, tmp_path: Path) -> None:
         for name in ("one", "two"):
-            save(train_tokenizer([str(corpus)], 500, chat_template="chatml")[0], tmp_path / name)
+            save_tokenizer(train_tokenizer([str(corpus)], 500, chat_template="chatml")[0], tmp_path / name)
         files = sorted(path.name for path in (tmp_path / "one").iterdir())
         assert files == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
         for name in files:
@@ -101,24 +85,24 @@ class TestFolder:
         from transformers import AutoTokenizer
 
         hf, _ = train_tokenizer([str(corpus)], 500, chat_template="llama3", special=["<|code|>"])
-        save(hf, tmp_path / "new")
+        save_tokenizer(hf, tmp_path / "new")
         again = AutoTokenizer.from_pretrained(str(tmp_path / "new"), local_files_only=True)
         assert again.get_vocab() == hf.get_vocab()
         assert again.chat_template == hf.chat_template
         assert (again.eos_token_id, again.pad_token_id, again.bos_token) == (0, 1, "<|begin_of_text|>")
         assert again.all_special_ids == hf.all_special_ids == [2, 0, 1, 3, 4, 5, 6]
-        for text in (OTHER, EVERY_BYTE, "<|code|> x"):
+        for text in (MIXED, EVERY_BYTE, "<|code|> x"):
             assert again(text)["input_ids"] == hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-    def test_nothing_is_overwritten(self, corpus: Path, tmp_path: Path) -> None:
+    def test_existing_files_are_not_overwritten(self, corpus: Path, tmp_path: Path) -> None:
         hf, _ = train_tokenizer([str(corpus)], 300)
         (tmp_path / "empty").mkdir()
-        save(hf, tmp_path / "empty")
+        save_tokenizer(hf, tmp_path / "empty")
         before = {path.name: path.read_bytes() for path in (tmp_path / "empty").iterdir()}
         (tmp_path / "file").write_text("mine")
         for name in ("empty", "file"):
             with pytest.raises(UsageError, match="exists and is not an empty folder"):
-                save(hf, tmp_path / name)
+                save_tokenizer(hf, tmp_path / name)
             with pytest.raises(UsageError, match="exists and is not an empty folder"):
                 check_target(tmp_path / name)
         assert {path.name: path.read_bytes() for path in (tmp_path / "empty").iterdir()} == before
@@ -127,7 +111,7 @@ class TestFolder:
 
 class TestConversations:
     @pytest.mark.parametrize(
-        ("template", "special", "shown"),
+        ("template", "special", "expected"),
         [
             ("chatml", ["<|im_start|>", "<|im_end|>"],
              "<|im_start|>user↵\nHi<|im_end|>↵\n<|im_start|>assistant↵\n⟦Hello<|im_end|>↵⟧\n"),
@@ -138,86 +122,75 @@ class TestConversations:
             ("alpaca", [], "### Instruction:↵\nHi↵\n↵\n### Response:↵\n⟦Hello<|endoftext|>↵\n↵⟧\n"),
         ],
     )  # fmt: skip
-    def test_they_work_at_once(
-        self, corpus: Path, tmp_path: Path, template: str, special: list[str], shown: str
+    def test_built_in_templates_work(
+        self, corpus: Path, tmp_path: Path, template: str, special: list[str], expected: str
     ) -> None:
-        hf, found = train_tokenizer([str(corpus)], 600, chat_template=template)
-        assert list(found["measured"]["special_tokens"]) == ["<|endoftext|>", "<|pad|>", *special]
-        assert list(found["measured"]["special_tokens"].values()) == list(range(2 + len(special)))
-        save(hf, tmp_path / "new")
+        hf, report = train_tokenizer([str(corpus)], 600, chat_template=template)
+        assert list(report["measured"]["special_tokens"]) == ["<|endoftext|>", "<|pad|>", *special]
+        assert list(report["measured"]["special_tokens"].values()) == list(range(2 + len(special)))
+        save_tokenizer(hf, tmp_path / "new")
         tokenizer = load_tokenizer(tmp_path / "new")
-        for token, number in found["measured"]["special_tokens"].items():
+        for token, number in report["measured"]["special_tokens"].items():
             assert tokenizer.encode(token) == [number]
             assert number in tokenizer.hf.all_special_ids
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        source = find_source(str(write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])))
-        recipe = tokenizer.recipe(source.shape, 64, "drop")
-        cache = open_cache(source, recipe, BuildSettings(tmp_path / "cache", workers=0), Console("quiet"))
-        written: list[str] = []
-        show_console(inspect_sources([cache], tokenizer, 64, 1), written.append, colour=False)
-        assert f"trained\n{shown}\n" in "".join(written)
-        assert tokenizer.stop_ids == sorted({0, *(found["measured"]["special_tokens"][t] for t in special[-1:])})
+        source = open_source(str(write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])))
+        encoding = tokenizer.encoding_config(source.row_format, 64, "drop")
+        cache = open_cache(source, encoding, CacheOptions(tmp_path / "cache", num_processes=0), Console("quiet"))
+        output: list[str] = []
+        print_report(inspect_sources([cache], tokenizer, 64, 1), output.append, use_color=False)
+        assert f"trained\n{expected}\n" in "".join(output)
+        assert tokenizer.stop_ids == sorted({0, *(report["measured"]["special_tokens"][t] for t in special[-1:])})
         ids = tokenizer.hf.apply_chat_template(messages, tokenize=True, return_dict=False)
         assert ids == cache.sequence(0).ids.tolist()
 
-    def test_a_template_that_makes_tokens_of_roles(self, corpus: Path, tmp_path: Path) -> None:
+    def test_tokens_that_a_template_renders_are_special(self, corpus: Path, tmp_path: Path) -> None:
         path = tmp_path / "own.jinja"
         path.write_text(
             "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
             "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
         )
-        _, found = train_tokenizer([str(corpus)], 300, chat_template=str(path), special=["<|x|>", "<|end|>"])
-        assert list(found["measured"]["special_tokens"]) == [
+        _, report = train_tokenizer([str(corpus)], 300, chat_template=str(path), special=["<|x|>", "<|end|>"])
+        assert list(report["measured"]["special_tokens"]) == [
             "<|endoftext|>", "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|x|>",
         ]  # fmt: skip
 
 
 class TestSources:
-    def test_every_shape_gives_its_text(self, tmp_path: Path) -> None:
-        rows: dict[str, list[Any]] = {
-            "text": [{"text": "ab cd"}],
-            "document": [{"document": "ab cd"}],
-            "messages": [
-                {
-                    "messages": [
-                        {"role": "user", "content": "ab"},
-                        {"role": "assistant", "content": None, "tool_calls": [{"x": 1}]},
-                        {"role": "tool", "content": " cd"},
-                    ]
-                }
-            ],
-            "sharegpt": [{"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": " cd"}]}],
-            "alpaca": [{"instruction": "ab", "output": " cd"}],
-            "prompt": [{"prompt": "ab", "completion": " cd"}],
-        }
-        texts = {"text": 1, "document": 1, "messages": 2, "sharegpt": 2, "alpaca": 2, "prompt": 1}
-        for shape, of_shape in rows.items():
-            path = write_rows(tmp_path / f"{shape}.jsonl", of_shape * 4)
-            hf, found = train_tokenizer([str(path)], 300)
-            assert (found["measured"]["bytes"], found["measured"]["texts"]) == (4 * 5, 4 * texts[shape])
-            # Three pairs are joined: a and b, c and d, and the space with cd.
-            assert {"ab", "cd", "Ġcd"} <= set(hf.get_vocab())
-            assert found["measured"]["vocab_size"] == 256 + 2 + 3
-            assert found["asked_vocab_size"] == 300
-            assert "fills a vocabulary of 261, not of 300" in found["notes"][0]
-
-    def test_compressed_files_are_the_same(self, corpus: Path, tmp_path: Path) -> None:
-        with gzip.open(tmp_path / "text.jsonl.gz", "wb") as file:
-            file.write(corpus.read_bytes())
-        plain, packed = (train_tokenizer([str(p)], 400)[0] for p in (corpus, tmp_path / "text.jsonl.gz"))
-        assert plain.backend_tokenizer.to_str() == packed.backend_tokenizer.to_str()
+    @pytest.mark.parametrize(
+        ("row", "texts"),
+        [
+            ({"text": "ab cd"}, 1),
+            ({"document": "ab cd"}, 1),
+            ({"messages": [{"role": "user", "content": "ab"},
+                           {"role": "assistant", "content": None, "tool_calls": [{"x": 1}]},
+                           {"role": "tool", "content": " cd"}]}, 2),
+            ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": " cd"}]}, 2),
+            ({"instruction": "ab", "output": " cd"}, 2),
+            ({"prompt": "ab", "completion": " cd"}, 1),
+        ],
+        ids=["text", "document", "messages", "sharegpt", "alpaca", "prompt"],
+    )  # fmt: skip
+    def test_every_row_format_has_texts(self, tmp_path: Path, row: dict[str, Any], texts: int) -> None:
+        hf, report = train_tokenizer([str(write_rows(tmp_path / "rows.jsonl", [row] * 4))], 300)
+        assert (report["measured"]["bytes"], report["measured"]["texts"]) == (4 * 5, 4 * texts)
+        # Three pairs are merged: a and b, c and d, and the space with cd.
+        assert {"ab", "cd", "Ġcd"} <= set(hf.get_vocab())
+        assert report["measured"]["vocab_size"] == 256 + 2 + 3
+        assert report["asked_vocab_size"] == 300
+        assert "the vocabulary has 261 tokens, not 300" in report["notes"][0]
 
     def test_several_sources_are_read_in_turn(self, tmp_path: Path) -> None:
         first = write_rows(tmp_path / "a.jsonl", [{"text": "aa " * 100}] * 50)
         second = write_rows(tmp_path / "b.jsonl", [{"text": "bb " * 100}] * 3)
-        hf, found = train_tokenizer([str(first), str(second)], 300, max_bytes=2500)
-        assert (found["measured"]["texts"], found["measured"]["bytes"]) == (9, 2700)
+        hf, report = train_tokenizer([str(first), str(second)], 300, max_bytes=2500)
+        assert (report["measured"]["texts"], report["measured"]["bytes"]) == (9, 2700)
         assert {"aa", "bb"} <= set(hf.get_vocab())
         assert train_tokenizer([str(first), str(second)], 300)[1]["measured"]["texts"] == 53
 
-    def test_ids_are_refused(self, tmp_path: Path) -> None:
+    def test_token_ids_are_refused(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [1, 2]}])
-        with pytest.raises(UsageError, match="ids.jsonl: its rows are token ids already"):
+        with pytest.raises(UsageError, match="ids.jsonl: its rows are token ids, not text"):
             train_tokenizer([str(path)], 300)
 
     def test_a_bad_row_stops_or_is_counted(self, tmp_path: Path) -> None:
@@ -226,40 +199,40 @@ class TestSources:
             file.write("{\n")
         with pytest.raises(DataError, match="t.jsonl:2: text is not a string"):
             train_tokenizer([str(path)], 300)
-        _, found = train_tokenizer([str(path)], 300, stop_on_bad_row=False)
-        assert (found["bad_rows"], found["measured"]["texts"]) == (2, 2)
-        assert [(bad["line"], bad["file"]) for bad in found["first_bad_rows"]] == [(2, str(path)), (4, str(path))]
+        _, report = train_tokenizer([str(path)], 300, stop_on_bad_row=False)
+        assert (report["bad_rows"], report["measured"]["texts"]) == (2, 2)
+        assert [(bad["line"], bad["file"]) for bad in report["first_bad_rows"]] == [(2, str(path)), (4, str(path))]
 
-    def test_no_text_at_all_is_said(self, tmp_path: Path) -> None:
+    def test_data_without_text_is_refused(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "t.jsonl", [{"messages": [{"role": "user", "content": ""}]}])
-        with pytest.raises(DataError, match="t.jsonl: no text to learn from"):
+        with pytest.raises(DataError, match="t.jsonl: there is no text"):
             train_tokenizer([str(path)], 300)
 
 
 class TestSizes:
-    def test_the_least_vocabulary_has_bytes_and_special_tokens(self, corpus: Path) -> None:
-        with pytest.raises(UsageError, match="the least possible is 260: 256 bytes and 4 special tokens"):
+    def test_the_smallest_vocabulary_has_bytes_and_special_tokens(self, corpus: Path) -> None:
+        with pytest.raises(UsageError, match="the minimum is 260: 256 bytes and 4 special tokens"):
             train_tokenizer([str(corpus)], 259, chat_template="chatml")
-        hf, found = train_tokenizer([str(corpus)], 260, chat_template="chatml")
-        assert len(hf) == found["measured"]["vocab_size"] == 260
-        ids = hf.backend_tokenizer.encode(OTHER, add_special_tokens=False).ids
-        assert len(ids) == len(OTHER.encode())
+        hf, report = train_tokenizer([str(corpus)], 260, chat_template="chatml")
+        assert len(hf) == report["measured"]["vocab_size"] == 260
+        ids = hf.backend_tokenizer.encode(MIXED, add_special_tokens=False).ids
+        assert len(ids) == len(MIXED.encode())
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("options", "reason"),
         [
             ({"special": [" "]}, "' ' cannot be a special token"),
             ({"special": ["a"]}, "'a' cannot be a special token"),
-            ({"pattern": "gpt5"}, "no pattern 'gpt5'"),
+            ({"pattern": "gpt5"}, "unknown pattern 'gpt5'"),
             ({"chat_template": "nobody"}, "'nobody' is neither a file nor a built-in template"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, corpus: Path, changes: dict[str, Any], said: str) -> None:
-        with pytest.raises(UsageError, match=said):
-            train_tokenizer([str(corpus)], 400, **changes)
+    def test_wrong_options_are_refused(self, corpus: Path, options: dict[str, Any], reason: str) -> None:
+        with pytest.raises(UsageError, match=reason):
+            train_tokenizer([str(corpus)], 400, **options)
 
-    def test_the_sample_stays_small_and_spread(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("torchstone.data.train_tokenizer.SAMPLE", 1000)
+    def test_the_sample_is_small_and_evenly_spaced(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torchstone.data.train_tokenizer.SAMPLE_SIZE", 1000)
         path = write_rows(tmp_path / "t.jsonl", [{"text": f"{n:03d} {'x' * 36}"} for n in range(400)])
         measured = train_tokenizer([str(path)], 300)[1]["measured"]
         assert (measured["texts"], measured["bytes"]) == (400, 400 * 40)

@@ -1,4 +1,4 @@
-"""Tiny models and files that tests make for themselves."""
+"""Makes tiny models and files for tests."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ TINY_LLAMA: dict[str, Any] = {
 
 
 def make_llama(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any) -> Path:
+    """Saves a random Llama as Transformers does; the same weights every time."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 

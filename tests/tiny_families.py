@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,18 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
 
 
-def factors(start: float) -> list[float]:
+def longrope_factors(start: float) -> list[float]:
     return [start + 0.25 * n for n in range(4)]
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LONGROPE = rope("longrope", short_factor=factors(1.0), long_factor=factors(2.0))
-# Rows of the tests are up to 40 tokens long, and most shorter than 24.
+LONGROPE = rope("longrope", short_factor=longrope_factors(1.0), long_factor=longrope_factors(2.0))
+# Rows in the tests have up to 40 tokens, most of them fewer than 24.
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "grouped": {},
         "tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-        # Ids of the tests are drawn from all of the vocabulary, so padding occurs in text, as where it is the end too.
+        # Ids in the tests are drawn from the whole vocabulary, so the pad token occurs in text.
         "pad in text": {"pad_token_id": 3},
         "pad in text, tied": {"pad_token_id": 5, "tie_word_embeddings": True},
         "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
@@ -117,13 +118,13 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 CASES = [(family, shape) for family, shapes in SHAPES.items() for shape in shapes]
-# Rows longer than twelve tokens turn otherwise there, so documents of one row cannot be what they are alone.
-BY_LENGTH = [("llama", "dynamic"), ("phi3", "longrope")]
+# Beyond twelve tokens, RoPE depends on the row's length there, so documents cannot be packed.
+LENGTH_DEPENDENT = [("llama", "dynamic"), ("phi3", "longrope")]
 CAPPED = [("gemma2", "caps"), ("gemma2", "biases")]
 
 
 def make_model(folder: Path, family: str, shape: str = "", **changes: Any) -> Path:
-    """Norms and biases too are random, so that one taken for another is seen."""
+    """Norms and biases are random too: a test must see if one is used for another."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -131,15 +132,11 @@ def make_model(folder: Path, family: str, shape: str = "", **changes: Any) -> Pa
     sizes = GPT2_SIZES if family == "gpt2" else SIZES
     settings = SHAPES[family][shape] if shape else {}
     torch.manual_seed(0)
-    # Configs keep and change the dictionaries they are given.
-    config = AutoConfig.for_model(family, **_copied(sizes | settings | changes))
+    # Configs change the dictionaries they get.
+    config = AutoConfig.for_model(family, **copy.deepcopy(sizes | settings | changes))
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 0.0 if name.endswith("bias") or "gemma" in family else 1.0, 0.2)
     model.save_pretrained(folder)
     return folder
-
-
-def _copied(settings: Any) -> Any:
-    return {key: _copied(value) for key, value in settings.items()} if isinstance(settings, dict) else settings

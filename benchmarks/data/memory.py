@@ -1,9 +1,9 @@
-"""The memory that preparing a large file takes: the whole tree of processes, watched while it works.
+"""Measure the memory of preparing a large file, over all processes.
 
     python benchmarks/data/memory.py [--megabytes 2000] [--processes 2]
 
-Writes the file first, then runs `torchstone prepare` on it in a process of its own. Reported are the peaks of the
-proportional set size (pages shared by several processes counted once) and of the plain sum of resident sizes.
+Writes the file, then runs `torchstone prepare` on it. Reports the peaks of the proportional set size (shared pages
+count once) and of the sum of resident sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    # A hundred megabytes of text, over and over: making it all new would take longer than preparing it.
+    # The same 100 MB repeated: making new text would take longer than preparing it.
     part = min(options.megabytes, 100)
     write(folder / "part.jsonl", texts(Prose()), part)
     with (folder / "rows.jsonl").open("wb") as file:
@@ -42,42 +42,32 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             file.write((folder / "part.jsonl").read_bytes())
     size = (folder / "rows.jsonl").stat().st_size
     torchstone = [sys.executable, "-m", "torchstone.cli"]
-    learn = [
-        "tokenizer",
-        "train",
-        str(folder / "tokenizer"),
-        "--data",
-        str(folder / "part.jsonl"),
-        "--vocab-size",
-        "16384",
-    ]
-    subprocess.run([*torchstone, *learn, "--max-bytes", "5000000"], check=True, capture_output=True)
+    train = ["tokenizer", "train", str(folder / "tokenizer"), "--data", str(folder / "part.jsonl")]
+    train += ["--vocab-size", "16384", "--max-bytes", "5000000"]
+    subprocess.run([*torchstone, *train], check=True, capture_output=True)
     prepare = ["prepare", "--model.tokenizer", str(folder / "tokenizer"), "--data.path", str(folder / "rows.jsonl")]
     prepare += ["--data.cache_dir", str(folder / "cache"), "--data.prepare_workers", str(options.processes)]
-    began = time.monotonic()
+    started = time.monotonic()
     process = subprocess.Popen([*torchstone, *prepare], stdout=subprocess.DEVNULL)
-    shared, plain = 0, 0
+    peak_pss, peak_rss = 0, 0
     while process.poll() is None:
-        now = tree_memory(psutil.Process(process.pid))
-        shared, plain = max(shared, now[0]), max(plain, now[1])
+        pss, rss = tree_memory(psutil.Process(process.pid))
+        peak_pss, peak_rss = max(peak_pss, pss), max(peak_rss, rss)
         time.sleep(0.2)
     assert process.returncode == 0
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - started
     print(json.dumps({"megabytes": size / 1e6, "processes": options.processes, "s": seconds,
-                      "megabytes_per_s": size / 1e6 / seconds, "peak_pss_mb": shared / 1e6,
-                      "peak_rss_sum_mb": plain / 1e6}))  # fmt: skip
+                      "megabytes_per_s": size / 1e6 / seconds, "peak_pss_mb": peak_pss / 1e6,
+                      "peak_rss_sum_mb": peak_rss / 1e6}))  # fmt: skip
 
 
 def tree_memory(parent: psutil.Process) -> tuple[int, int]:
-    """Of a process and its children; one that has just ended holds nothing."""
-    shared, plain = 0, 0
+    """PSS and RSS of a process and its children; zero if one of them has just ended."""
     try:
-        for process in (parent, *parent.children(recursive=True)):
-            found = process.memory_full_info()
-            shared, plain = shared + found.pss, plain + found.rss
+        infos = [process.memory_full_info() for process in (parent, *parent.children(recursive=True))]
     except psutil.NoSuchProcess:
         return 0, 0
-    return shared, plain
+    return sum(info.pss for info in infos), sum(info.rss for info in infos)
 
 
 if __name__ == "__main__":

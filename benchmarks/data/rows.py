@@ -1,4 +1,4 @@
-"""Rows for the data benchmarks: long-tailed texts and conversations of made-up words, as frequent as words are."""
+"""Rows for the data benchmarks: long-tailed texts and conversations, with made-up words as frequent as real ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 60_000
 
 
 class Prose:
-    """Endless text from a seed; or, where a file is given, pieces of that."""
+    """Endless text from a seed, or from a file."""
 
     def __init__(self, seed: int = 0, text: Path | None = None) -> None:
         self._rng = np.random.default_rng(seed)
@@ -22,15 +22,15 @@ class Prose:
         lengths = self._rng.integers(2, 12, VOCABULARY)
         self._words = ["".join(self._rng.choice(letters, size)) for size in lengths]
         ranks = 1 / np.arange(1, VOCABULARY + 1)
-        self._share = np.cumsum(ranks / ranks.sum())
+        self._cumulative = np.cumsum(ranks / ranks.sum())
 
     def document(self, median: int = 1100) -> str:
-        """About `median` characters in the middle case, up to twenty times as many."""
+        """A text with a median of about `median` characters, and at most twenty times as many."""
         size = int(min(20 * median, self._rng.lognormal(np.log(median), 1.0))) + 20
         if self._text is not None:
             at = int(self._rng.integers(0, max(1, len(self._text) - size)))
             return self._text[at : at + size]
-        words = [self._words[i] for i in np.searchsorted(self._share, self._rng.random(max(3, size // 6)))]
+        words = [self._words[i] for i in np.searchsorted(self._cumulative, self._rng.random(max(3, size // 6)))]
         for at in range(0, len(words), 12):
             words[at] = words[at].capitalize()
         ends = self._rng.choice([", ", ". ", ".\n", "; ", " 1984 "], len(words) // 12 + 1)
@@ -50,7 +50,7 @@ def chats(prose: Prose) -> Iterator[dict[str, Any]]:
 
 
 def write(path: Path, rows: Iterator[dict[str, Any]], megabytes: float) -> int:
-    """At least so much of `rows`; returns the bytes written."""
+    """Writes at least `megabytes` of `rows`; returns the bytes written."""
     size = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:

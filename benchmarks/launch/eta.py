@@ -1,9 +1,9 @@
-"""How right the ETA was: a run of the demo model, and the error of its lines at shares of the time that it took.
+"""Measure the error of the ETA: train the demo model, and compare the ETA of its lines with the time it really took.
 
     python benchmarks/launch/eta.py --training.max_steps 400 --training.validate_every_steps 40
 
-Prints one JSON line. An error of 0.1 is an ETA that is 10 % of the time left too long. Lines are taken as they come,
-rounded to seconds, so the share of 0.95 says little about a run of a minute.
+Arguments go to `torchstone train`. Prints one JSON line. An error of 0.1 means that the ETA was 10 % longer than the
+time left. The ETA is printed in seconds, so the last lines of a short run say little.
 """
 
 from __future__ import annotations
@@ -20,46 +20,42 @@ SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        # Prepared beforehand: what is measured is the loop.
-        words = [
-            "--preset",
-            "demo",
-            "--observe.log_every_steps",
-            "1",
-            "--data.cache_dir",
-            f"{folder}/cache",
-            *sys.argv[1:],
-        ]
-        command = [sys.executable, "-m", "torchstone.cli", "train", *words, "--output-dir", f"{folder}/run"]
-        seen: list[tuple[float, float]] = []
-        began = ended = 0.0
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
-            assert run.stderr is not None
-            for line in run.stderr:
-                if line.startswith("done:"):
-                    # Python, and CUDA, still have to be taken down.
-                    ended = time.monotonic()
-                step = re.search(r"Step \[(\d+)/\d+\].*ETA: ([\d:]+|-)", line)
-                if step is None:
-                    continue
-                now = time.monotonic()
-                if step[1] == "1":
-                    began = now
-                elif step[2] != "-":
-                    seen.append((now, seconds(step[2])))
-        assert run.returncode == 0, f"exit code {run.returncode}"
-    found = {}
+        command = [sys.executable, "-m", "torchstone.cli", "train", "--preset", "demo", "--output-dir", f"{folder}/run"]
+        command += ["--observe.log_every_steps", "1", "--data.cache_dir", f"{folder}/cache", *sys.argv[1:]]
+        started, ended, etas = watch(command)
+    errors = {}
     for share in SHARES:
-        at, eta = next(each for each in seen if each[0] >= began + share * (ended - began))
-        found[f"at {share:.0%}"] = (eta - (ended - at)) / (ended - at)
-    print(json.dumps({"seconds": ended - began, "steps": len(seen) + 1, "error": found}))
+        now, eta = next(each for each in etas if each[0] >= started + share * (ended - started))
+        errors[f"at {share:.0%}"] = (eta - (ended - now)) / (ended - now)
+    print(json.dumps({"seconds": ended - started, "steps": len(etas) + 1, "error": errors}))
 
 
-def seconds(clock: str) -> float:
-    total = 0.0
-    for part in clock.split(":"):
-        total = 60 * total + float(part)
-    return total
+def watch(command: list[str]) -> tuple[float, float, list[tuple[float, float]]]:
+    """When step 1 and the run were done, and the ETA of every later step with the time of its line."""
+    etas: list[tuple[float, float]] = []
+    started = ended = 0.0
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            now = time.monotonic()
+            if line.startswith("done:"):
+                # Before Python and CUDA shut down.
+                ended = now
+            step = re.search(r"Step \[(\d+)/\d+\].*ETA: ([\d:]+|-)", line)
+            if step is not None and step[1] == "1":
+                started = now
+            elif step is not None and step[2] != "-":
+                etas.append((now, parse_time(step[2])))
+    assert process.returncode == 0, f"exit code {process.returncode}"
+    return started, ended, etas
+
+
+def parse_time(text: str) -> float:
+    """`1:02:05` in seconds."""
+    seconds = 0.0
+    for part in text.split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Torchstone: a trainer for language models that can prove its numbers are right.
+"""Torchstone: a language model trainer that can prove its numbers are right.
 
-The names in `__all__` are public. They import torch, so they are looked up when first used: `import torchstone` alone
-costs nothing.
+The names in `__all__` are public. They are imported on first use, because they import torch: `import torchstone` alone
+is instant.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_JOBS = ["Callback", "Chat", "evaluate", "export", "inspect_data", "prepare", "train", "train_tokenizer"]
-_DATA = [
+_API_NAMES = ["Callback", "Chat", "evaluate", "export", "inspect_data", "prepare", "train", "train_tokenizer"]
+_DATA_NAMES = [
     "InfiniteSampler",
     "JsonlDataset",
     "MaxTokensPerRankCollator",
@@ -19,10 +19,10 @@ _DATA = [
     "batch_lengths_to_minibatches_lpt",
     "get_data_loader",
 ]
-__all__ = [*_JOBS, *_DATA]
+__all__ = [*_API_NAMES, *_DATA_NAMES]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("torchstone.api" if name in _JOBS else "torchstone.data"), name)
+        return getattr(import_module("torchstone.api" if name in _API_NAMES else "torchstone.data"), name)
     raise AttributeError(f"module 'torchstone' has no attribute {name!r}")

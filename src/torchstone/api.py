@@ -1,13 +1,16 @@
-"""The jobs of the command line, from Python: the same configs, the same errors.
+"""The commands as Python functions, with the same configs and errors.
 
 import torchstone
-outcome = torchstone.train("run.yaml", {"training.max_steps": 100})
+result = torchstone.train("run.yaml", {"training.max_steps": 100})
+
+The functions without `_validated` take a path, a preset and overrides, or a `Config`, and validate it once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,35 +18,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchstone import post, signals
+from torchstone import heartbeat
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import is_model_folder, resolve_model_folder
+from torchstone.checkpoint.model_folder import NotNativeError, check_model_folder, load_model, read_model_config
 from torchstone.config.load import from_dict, load_config, to_dict
 from torchstone.config.schema import Config, Device, Dtype, Job, ParallelConfig, SystemConfig
 from torchstone.data.inspect import inspect_sources
-from torchstone.data.loader import find_sources, open_source
+from torchstone.data.loader import open_sources, tokenize_source
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
-from torchstone.data.train_tokenizer import Pattern, check_target
-from torchstone.data.train_tokenizer import save as save_tokenizer
-from torchstone.data.train_tokenizer import train_tokenizer as learn_tokenizer
+from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenizer
+from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
 from torchstone.diagnose import collectives
-from torchstone.diagnose.collectives import LIMIT
 from torchstone.models.execution import Execution, check_fallback_execution
-from torchstone.models.opening import check_folder, load_model
-from torchstone.models.sizing import decoder_config
-from torchstone.models.weights import NotNative, read_shape
+from torchstone.models.sizing import sized_decoder_config
 from torchstone.observe.console import Console
-from torchstone.parallel.build import check_shape
-from torchstone.parallel.mesh import contact, is_worker, layout_of, opened
+from torchstone.parallel.build import stage_layer_ranges
+from torchstone.parallel.mesh import init_distributed, is_distributed, resolve_dims, translate_comm_errors
 from torchstone.training import run_folder
-from torchstone.training.assemble import assemble, check_rows, check_tokens, open_data, pick_device, tokenizer_path
+from torchstone.training.checks import translate_out_of_memory
 from torchstone.training.evaluate import Question, answer, evaluate_file
-from torchstone.training.guard import memory_guard
-from torchstone.training.loop import Callback, Outcome, Run, train_loop
+from torchstone.training.loop import Callback, Run, TrainResult, train_loop
+from torchstone.training.setup import (
+    build_run,
+    check_row_length,
+    check_vocabulary,
+    open_data,
+    select_device,
+    tokenizer_path,
+)
+from torchstone.training.stop import handle_stop_signals
 
-# Longest rows that are evaluated unless told, where the model has so many positions.
-EVALUATED_ROWS = 1024
+# Default maximum row length for evaluation; a model with fewer positions lowers it.
+EVALUATION_LENGTH = 1024
 
 
 def train(
@@ -51,76 +59,80 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     preset: str | None = None,
     callbacks: Sequence[Callback] = (),
-) -> Outcome:
-    """Trains to the end of the run; starting it again goes on where it was."""
-    settings = _settings(config, overrides, preset)
-    with signals.listening(), contact():
-        if is_worker() and not post.HERE.launched and not dist.is_initialized():
-            # Whoever started the ranks has not prepared the data: one process of a host does so now, the others wait
-            # for it, and nobody tokenizes while a group waits for its answers.
-            post.enter("preparing the data")
-            prepare(settings)
-        return _train(settings, callbacks)
+) -> TrainResult:
+    """Trains to the end of the run; calling it again resumes a run that was stopped."""
+    return train_validated(_validated(config, overrides, preset), callbacks)
 
 
-def _train(settings: Config, callbacks: Sequence[Callback]) -> Outcome:
-    device = pick_device(settings.system)
-    mixed, system = settings.training.precision == "bf16", settings.system
-    # A launcher names the rank that hangs, so it should find it before the others give up waiting for it.
-    patience = timedelta(seconds=system.hang_timeout * (2 if post.HERE.launched else 1))
-    post.enter("joining the other ranks")
+def train_validated(config: Config, callbacks: Sequence[Callback] = ()) -> TrainResult:
+    with handle_stop_signals(), translate_comm_errors():
+        if is_distributed() and not heartbeat.is_attached() and not dist.is_initialized():
+            # torchrun or srun started the ranks, so no launcher has prepared the data. One process per host does it
+            # now, so that no process group waits during tokenization.
+            heartbeat.report_phase("preparing the data")
+            prepare_validated(config)
+        return _train(config, callbacks)
+
+
+def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
+    device, system = select_device(config.system), config.system
+    # The launcher names a rank that hangs, so it must notice before the process group times out.
+    timeout = timedelta(seconds=system.hang_timeout * (2 if heartbeat.is_attached() else 1))
+    join_timeout = timedelta(seconds=system.join_timeout)
+    heartbeat.report_phase("joining the other ranks")
     with ExitStack() as stack:
-        join = timedelta(seconds=system.join_timeout)
-        place = stack.enter_context(opened(settings.parallel, device, mixed, patience, join))
-        stack.enter_context(run_folder.held(settings, place))
-        console = stack.enter_context(run_folder.console_of(settings, place))
-        with memory_guard("the model", device):
-            run = assemble(settings, console, device, place)
-        if place.is_main:
-            run_folder.record_config(settings, run.progress.step > 0, console)
-        complete = run.length.steps is not None and run.progress.step >= run.length.steps
-        if complete and run.progress.owed is None:
-            console.say(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.length.steps}")
-            return Outcome(run.progress.step, run.checkpoint, None, None, None)
-        for line in _plan(run):
-            console.say(line)
+        is_mixed = config.training.precision == "bf16"
+        ctx = stack.enter_context(init_distributed(config.parallel, device, is_mixed, timeout, join_timeout))
+        stack.enter_context(run_folder.lock_output_dir(config, ctx))
+        console = stack.enter_context(run_folder.open_console(config, ctx))
+        with translate_out_of_memory("the model", device):
+            run = build_run(config, console, device, ctx)
+        if ctx.is_main:
+            run_folder.save_config(config, run.progress.step > 0, console)
+        if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
+            console.info(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.schedule.steps}")
+            return TrainResult(run.progress.step, run.checkpoint, None, None, None)
+        for line in _describe_run(run):
+            console.info(line)
         return train_loop(run, callbacks)
 
 
-def leave_group() -> None:
-    """Leaves the process group that `train` has opened; for a process that is about to end."""
+def destroy_process_group() -> None:
+    """Destroys the process group, if there is one, before the process exits."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def check_layout(config: Config, world_size: int) -> None:
-    """Refuses a layout that does not fit so many processes, or the model, before any is started."""
-    layout = layout_of(config.parallel, world_size)
+def check_parallel_dims(config: Config, world_size: int) -> None:
+    """Raises UsageError if the parallel sizes do not fit the number of processes or the model."""
+    dims = resolve_dims(config.parallel, world_size)
     if config.model.path is None:
-        # Neither the vocabulary nor the rows have a say in it.
-        shape = decoder_config(config.model, vocab_size=8, context_length=8)
+        # Neither vocabulary nor context length matters for this check.
+        decoder_config = sized_decoder_config(config.model, vocab_size=8, context_length=8)
     elif is_model_folder(Path(config.model.path)):
         try:
-            _, _, shape = read_shape(Path(config.model.path))
-        except NotNative:
-            check_fallback_execution(Execution(tp=layout.tp, pp=layout.pp))
+            _, _, decoder_config = read_model_config(Path(config.model.path))
+        except NotNativeError:
+            check_fallback_execution(Execution(tp=dims.tp, pp=dims.pp))
             return
     else:
-        # A run, whose checkpoint is yet to be chosen and checked.
+        # A run: its checkpoint is chosen and checked later.
         return
-    check_shape(shape, layout, config.parallel)
+    stage_layer_ranges(decoder_config, dims, config.parallel)
 
 
 def prepare(
     config: Config | str | Path | None = None, overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> dict[str, Any]:
-    """Tokenizes the data of a run and stops; what it found is returned and kept in the cache."""
-    settings = _settings(config, overrides, preset, "data")
-    console = Console(settings.observe.console)
-    data = open_data(settings, _tokenizer(settings), console)
+    """Tokenizes the data of a run into the cache, and returns its counts."""
+    return prepare_validated(_validated(config, overrides, preset, "data"))
+
+
+def prepare_validated(config: Config) -> dict[str, Any]:
+    data = open_data(config, _load_tokenizer(config), Console(config.observe.console))
     return {
         "fingerprint": data.fingerprint,
-        "shapes": data.shapes,
+        "shapes": data.formats,
         "samples": len(data.train),
         "tokens": int(data.train.lengths.sum()),
         "validation_samples": len(data.validation) if data.validation is not None else 0,
@@ -128,7 +140,7 @@ def prepare(
         "dropped_rows": data.counts.dropped,
         "truncated_rows": data.counts.truncated_long,
         "split_rows": data.counts.split_long,
-        "cache_dir": settings.data.cache_dir,
+        "cache_dir": config.data.cache_dir,
     }
 
 
@@ -139,16 +151,18 @@ def inspect_data(
     rows: int = 5,
     tokens: int | None = 400,
 ) -> dict[str, Any]:
-    """What the data of a run becomes: counts, lengths, what is lost and why, and `rows` rows of each source as runs of
-    trained and untrained text. Nothing is refused: bad rows are counted. The tokens are kept in the cache for training.
-    """
-    settings = _settings(config, overrides, preset, "data")
-    console = Console(settings.observe.console)
-    tokenizer = _tokenizer(settings)
-    data = settings.data
+    """Returns a report on the data of a run: counts, lengths, what is dropped and why, and `rows` rows per source,
+    split into text with and without loss. Bad rows are counted, not an error."""
+    return inspect_data_validated(_validated(config, overrides, preset, "data"), rows, tokens)
+
+
+def inspect_data_validated(config: Config, rows: int = 5, tokens: int | None = 400) -> dict[str, Any]:
+    console, tokenizer, data = Console(config.observe.console), _load_tokenizer(config), config.data
     names = [data_file(name, Path(data.cache_dir)) for name in data.path or ()]
-    sources = find_sources(data, names, look_only=True)
-    caches = [open_source(data, source, tokenizer, console, True, data.max_samples) for source in sources]
+    caches = [
+        tokenize_source(data, source, tokenizer, console, inspect_only=True, max_rows=data.max_samples)
+        for source in open_sources(data, names, inspect_only=True)
+    ]
     return inspect_sources(caches, tokenizer, data.context_length, rows, tokens)
 
 
@@ -165,15 +179,22 @@ def train_tokenizer(
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """A byte-level BPE tokenizer from the texts of `data`, as a Hugging Face folder; returns what was measured."""
+    """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report."""
     check_target(Path(folder))
     names = [data_file(name, Path(cache_dir)) for name in ([data] if isinstance(data, str) else data)]
-    tokenizer, found = learn_tokenizer(
-        names, vocab_size, special=special, chat_template=chat_template, pattern=pattern, min_frequency=min_frequency,
-        max_bytes=max_bytes, stop_on_bad_row=not skip_bad_rows, console=Console("quiet" if quiet else "auto"),
-    )  # fmt: skip
+    tokenizer, report = train_bpe(
+        names,
+        vocab_size,
+        special=special,
+        chat_template=chat_template,
+        pattern=pattern,
+        min_frequency=min_frequency,
+        max_bytes=max_bytes,
+        stop_on_bad_row=not skip_bad_rows,
+        console=Console("quiet" if quiet else "auto"),
+    )
     save_tokenizer(tokenizer, Path(folder))
-    return {"folder": str(folder)} | found
+    return {"folder": str(folder)} | report
 
 
 def evaluate(
@@ -186,58 +207,63 @@ def evaluate(
     quiet: bool = False,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """The loss of a run, checkpoint or Hugging Face folder over `data`; exact match where rows are conversations."""
+    """Returns the loss of a model (run, checkpoint or folder) over `data`; for conversations also the exact match."""
     console = Console("quiet" if quiet else "lines")
-    place = pick_device(SystemConfig(device=device))
+    torch_device = select_device(SystemConfig(device=device))
     folder = resolve_model_folder(source)
     execution = Execution(packed=True, trust_remote_code=trust_remote_code)
-    check_folder(folder, place, torch.float32, execution)
+    check_model_folder(folder, torch_device, torch.float32, execution)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     path = data_file(data, Path(cache_dir))
-    with memory_guard("the evaluation", place):
-        model = load_model(folder, place, execution=execution)
-        context_length = context_length or min(EVALUATED_ROWS, model.max_positions or EVALUATED_ROWS)
-        console.say(f"model {folder}: {model.describe()}; rows of up to {context_length} tokens")
-        settings = load_config(
+    with translate_out_of_memory("the evaluation", torch_device):
+        model = load_model(folder, torch_device, execution=execution)
+        context_length = context_length or min(EVALUATION_LENGTH, model.max_positions or EVALUATION_LENGTH)
+        console.info(f"model {folder}: {model.describe()}; rows of up to {context_length} tokens")
+        config = load_config(
             overrides={
                 "model.path": source,
                 "data.path": data,
                 "data.context_length": context_length,
-                "data.packing": model.why_not_packed(context_length) is None,
+                "data.packing": model.packing_error(context_length) is None,
                 "data.cache_dir": cache_dir,
                 "training.global_batch_size": 64,
             }
         )
-        check_rows(model, settings)
-        check_tokens(model, tokenizer)
-        found = evaluate_file(model, tokenizer, settings, path, place, questions, console)
-    return {"model": str(folder)} | found
+        check_row_length(model, config)
+        check_vocabulary(model, tokenizer)
+        result = evaluate_file(model, tokenizer, config, path, torch_device, questions, console)
+    return {"model": str(folder)} | result
 
 
 def export(
     source: str, target: str | Path, dtype: Dtype = "auto", verify: bool = True, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """A Hugging Face folder from a run, a checkpoint or another folder, checked by loading it in Transformers."""
+    """Writes a run, a checkpoint or a folder as a Hugging Face folder, verified by loading it in Transformers."""
     return export_model(source, Path(target), dtype, verify, trust_remote_code)
 
 
-def doctor(device: Device = "auto", limit: float = LIMIT, quiet: bool = False) -> dict[str, Any]:
-    """Tries the collectives between the processes of a launch: `text` for people, `json` for machines, the same on each
-    rank. A rank that does not answer within `limit` seconds, or a wrong value, is an error that names it."""
-    place = pick_device(SystemConfig(device=device))
-    # NCCL ends a process at the group's own limit, before the silent ranks are named.
-    patience, join = timedelta(seconds=limit + 60), timedelta(seconds=limit)
-    post.enter("joining the other ranks")
-    with contact(), opened(ParallelConfig(), place, mixed=True, timeout=patience, join_timeout=join) as here:
-        console = Console("quiet" if quiet else "lines") if here.is_main else Console("none")
-        reports = [collectives.measure(place, limit, console.say)]
-        if place.type == "cuda":
-            # Ranks also agree on small things, over the CPU's backend.
-            reports.append(collectives.measure(torch.device("cpu"), limit, console.say, sizes=()))
+def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: bool = False) -> dict[str, Any]:
+    """Tests the collectives between the ranks of a launch; returns `text` to print and `json` for programs.
+
+    Raises WorkerError with the ranks that do not answer within `limit` seconds. `json` lists wrong values.
+    """
+    torch_device = select_device(SystemConfig(device=device))
+    # Longer than `limit`: at the process group's timeout NCCL ends the process before the silent ranks are named.
+    timeout, join_timeout = timedelta(seconds=limit + 60), timedelta(seconds=limit)
+    heartbeat.report_phase("joining the other ranks")
+    with (
+        translate_comm_errors(),
+        init_distributed(ParallelConfig(), torch_device, True, timeout, join_timeout) as ctx,
+    ):
+        console = Console("quiet" if quiet else "lines") if ctx.is_main else Console("none")
+        reports = [collectives.measure(torch_device, limit, console.info)]
+        if torch_device.type == "cuda":
+            # Ranks also use the CPU backend, for small tensors and objects.
+            reports.append(collectives.measure(torch.device("cpu"), limit, console.info, sizes=()))
     errors = [str(error) for report in reports if (error := collectives.failure(report)) is not None]
     return {
         "text": "\n".join(collectives.as_text(report) for report in reports),
-        "json": {"ok": not errors, "errors": errors, "collectives": [collectives.as_dict(each) for each in reports]},
+        "json": {"ok": not errors, "errors": errors, "collectives": [asdict(report) for report in reports]},
     }
 
 
@@ -249,56 +275,53 @@ class Chat:
     ) -> None:
         folder = resolve_model_folder(source)
         execution = Execution(trust_remote_code=trust_remote_code)
-        place = pick_device(SystemConfig(device=device))
-        check_folder(folder, place, torch.float32, execution)
+        torch_device = select_device(SystemConfig(device=device))
+        check_model_folder(folder, torch_device, torch.float32, execution)
         self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        self.model = load_model(folder, place, execution=execution)
-        check_tokens(self.model, self.tokenizer)
+        self.model = load_model(folder, torch_device, execution=execution)
+        check_vocabulary(self.model, self.tokenizer)
         self.max_new_tokens = max_new_tokens
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, question: str) -> str:
         self.messages.append({"role": "user", "content": question})
-        (given,) = answer(self.model, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
-        self.messages.append({"role": "assistant", "content": given})
-        return given
+        (text,) = answer(self.model, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
+        self.messages.append({"role": "assistant", "content": text})
+        return text
 
     def reset(self) -> None:
         self.messages = []
 
 
-def _tokenizer(settings: Config) -> Tokenizer:
-    source = resolve_model_folder(settings.model.path) if settings.model.path else None
-    named = tokenizer_path(settings, source)
-    return load_tokenizer(named, settings.data.chat_template, settings.model.trust_remote_code)
+def _load_tokenizer(config: Config) -> Tokenizer:
+    folder = resolve_model_folder(config.model.path) if config.model.path else None
+    path = tokenizer_path(config, folder)
+    return load_tokenizer(path, config.data.chat_template, config.model.trust_remote_code)
 
 
-def _settings(
+def _validated(
     config: Config | str | Path | None, overrides: Mapping[str, Any] | None, preset: str | None, job: Job = "train"
 ) -> Config:
     if isinstance(config, Config):
         if overrides or preset:
-            raise ValueError("overrides and presets go with a config file, not with a Config that is already whole")
-        # Made by hand, it has not been converted or checked yet.
+            raise ValueError("overrides and presets apply to a config file, not to a Config")
+        # A Config built in Python is neither converted nor validated yet.
         return from_dict(to_dict(config), job)
     return load_config(config, preset, overrides or {}, job)
 
 
-def _plan(run: Run) -> list[str]:
-    batching, steps = run.data.batching, run.length.steps
-    micro = f"{batching.rows} rows" if batching.tokens is None else f"up to {batching.tokens} tokens"
-    epochs, mixture = "", list[str]()
-    layout = run.place.layout
-    where = (
-        "" if layout.world_size == 1 else f" ({layout.world_size} processes: {layout}, zero {run.config.parallel.zero})"
-    )
+def _describe_run(run: Run) -> list[str]:
+    sizes, steps, dims = run.data.batch_sizes, run.schedule.steps, run.ctx.dims
+    micro_batch = f"{sizes.rows} rows" if sizes.tokens is None else f"up to {sizes.tokens} tokens"
+    epochs, mixture, processes = "", list[str](), ""
+    if dims.world_size > 1:
+        processes = f" ({dims.world_size} processes: {dims}, zero {run.config.parallel.zero})"
     if steps is not None:
-        end = run.progress.samples + (steps - run.progress.step) * batching.global_batch_size
-        end = end if run.length.samples is None else min(end, run.length.samples)
-        epochs = f" ({end / len(run.data.train):.2f} epochs)"
-        mixture = run.data.mixture(end)
+        samples = run.schedule.end(run.progress)[1]
+        epochs = f" ({samples / len(run.data.train):.2f} epochs)"
+        mixture = run.data.describe_mixture(samples)
     return [
-        f"{'endless' if steps is None else steps} steps{epochs} of {batching.global_batch_size} samples, "
-        f"micro-batches of {micro}, on {run.device}{where}",
+        f"{'endless' if steps is None else steps} steps{epochs} of {sizes.global_batch_size} samples, "
+        f"micro-batches of {micro_batch}, on {run.device}{processes}",
         *mixture,
     ]

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written under another name, synced, renamed. And one lock."""
+"""Files and folders that are complete or absent: written under a temporary name, synced, renamed. And a file lock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from secrets import token_hex
 
 
-def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+def fsync(path: Path) -> None:
+    """Waits until a file, or a folder's directory entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -21,49 +21,49 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    # A name of its own: several processes, on several machines, may write the same thing at the same time.
-    partial = path.with_name(f".{path.name}.{token_hex(4)}.partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(path)
-    sync(path.parent)
+    # A random name: several processes on several machines may write the same file at the same time.
+    temporary = path.with_name(f".{path.name}.{token_hex(4)}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    fsync(temporary)
+    temporary.replace(path)
+    fsync(path.parent)
 
 
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A folder to write into, named `final` once everything in it is on the disk, removed if something goes wrong.
+    """A folder to write into. On success it is synced and renamed to `final`; on an error it is removed.
 
-    A folder that has the name already is replaced: moved aside first, removed last.
+    An existing `final` is replaced.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    work = hidden(final, "partial")
+    work = temporary_path(final, "partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
         yield work
         for path in work.rglob("*"):
-            sync(path)
-        sync(work)
+            fsync(path)
+        fsync(work)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    take_place(work, final)
+    replace_folder(work, final)
 
 
-def take_place(work: Path, final: Path) -> None:
-    """Names the folder `work` `final`; what had the name is moved aside first and removed last."""
-    replaced = hidden(final, "replaced")
+def replace_folder(work: Path, final: Path) -> None:
+    """Renames `work` to `final`. An existing `final` is moved aside first and removed last."""
+    replaced = temporary_path(final, "replaced")
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     work.rename(final)
-    sync(final.parent)
+    fsync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait. The lock ends with the process, however that ends."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Waits for an exclusive lock. The kernel releases it when the process ends, however it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -71,7 +71,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock at this moment."""
+    """Whether a process holds the lock now."""
     if not path.is_file():
         return False
     with path.open("r") as lock:
@@ -82,16 +82,16 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def hidden(final: Path, state: str) -> Path:
-    """The name of `final` while it is being written (partial), replaced or removed."""
+def temporary_path(final: Path, state: str) -> Path:
+    """The hidden name of `final` while it is `partial`, `replaced` or `removed`."""
     return final.with_name(f".{final.name}.{state}")
 
 
-def tidy(root: Path, pattern: str) -> None:
-    """Removes what an interrupted process left of such folders, and restores one whose successor never came."""
-    for left in root.glob(f".{pattern}"):
-        final = root / left.name.removeprefix(".").rsplit(".", 1)[0]
-        if left.suffix == ".replaced" and not final.exists():
-            left.rename(final)
-        elif left.suffix in (".partial", ".replaced", ".removed"):
-            shutil.rmtree(left)
+def clean_up(root: Path, pattern: str) -> None:
+    """Removes temporary folders of interrupted processes, and restores one that was moved aside but not replaced."""
+    for leftover in root.glob(f".{pattern}"):
+        final = root / leftover.name.removeprefix(".").rsplit(".", 1)[0]
+        if leftover.suffix == ".replaced" and not final.exists():
+            leftover.rename(final)
+        elif leftover.suffix in (".partial", ".replaced", ".removed"):
+            shutil.rmtree(leftover)

@@ -1,7 +1,7 @@
-"""The commands. Torch is imported inside a command only, so that `--help` answers in a blink.
+"""The commands. torch is only imported inside a command, so that `--help` is instant.
 
-Every key of the config is a flag (`--optim.learning_rate 1e-4`); they are taken out of the command line before the
-rest is parsed, because their names and types live in the schema, not here.
+Every config key is a flag (`--optim.learning_rate 1e-4`). These flags are extracted before cyclopts parses the rest,
+because their names and types are in the schema.
 """
 
 from __future__ import annotations
@@ -14,526 +14,514 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
-from torchstone import __version__, post, signals
+from torchstone import __version__, heartbeat
 from torchstone.atomic import write_text
 from torchstone.config.help import config_table
-from torchstone.config.load import Layers, key_named, read_layers, resolve, split_flags, to_dict
+from torchstone.config.load import Layers, extract_config_flags, key_with_name, read_layers, resolve, to_dict
 from torchstone.config.schema import Config, Device, Dtype, Job, SystemConfig
-from torchstone.errors import NumbersError, TorchstoneError, UsageError
+from torchstone.errors import NumericalError, TorchstoneError, UsageError
 from torchstone.launch import kubernetes, slurm
 from torchstone.launch.kubernetes import KubernetesJob
+from torchstone.launch.local import run_preparation, run_workers
+from torchstone.launch.plan import LaunchOptions, LaunchPlan, plan_launch
 from torchstone.launch.slurm import SlurmJob
-
-if TYPE_CHECKING:
-    from torchstone.launch import starting
-
-app = App(
-    name="torchstone",
-    version=__version__,
-    help="Pretrain and fine-tune language models, and prove that the numbers are right.",
-    # Rendering markdown would take a quarter of the time that --help takes.
-    help_format="plaintext",
-    result_action="return_value",
-)
-tokenizer = App(name="tokenizer", help="Make tokenizers.", help_format="plaintext")
-app.command(tokenizer)
-launch = App(
-    name="launch",
-    help="Write, and submit, what a cluster needs to run a config.",
-    help_format="plaintext",
-    # No --empty-setup and the like.
-    default_parameter=Parameter(negative_iterable=()),
-)
-app.command(launch)
-# The `--section.key VALUE` flags of this call, and what makes a config of all that was said.
-flags: list[tuple[str, str]] = []
-resolver: Callable[[Layers, Job], Config] = resolve
-# Whether the process ends with the command: then a signal that comes late does not change how.
-is_program = False
+from torchstone.training.stop import handle_stop_signals
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
-AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-Natural = Annotated[int, Parameter(validator=validators.Number(gte=0))]
-TAKE_KEYS = ("train", "prepare", "inspect-data", "launch")
-KEYS = "Every config key is a flag too: --section.key VALUE. torchstone train --help-keys lists them all."
+PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+NaturalInt = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+Switch = Annotated[bool, Parameter(negative="")]
+LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
+NO_LAUNCH_OPTIONS = LaunchOptions()
+COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "launch")
+KEYS_HELP = "Every config key is a flag: --section.key VALUE. torchstone train --help-keys lists them."
+# Builds the config from its layers; the code in scripts/ passes its own resolver.
+Resolver = Callable[[Layers, Job], Config]
 
 
 def program() -> None:
-    """`torchstone`, as a process of its own: once its work is done, nothing more is to be heard."""
-    global is_program
-    is_program = True
-    main()
+    """The `torchstone` process."""
+    main(exits_after=True)
 
 
-def main(words: list[str] | None = None, resolve_with: Callable[[Layers, Job], Config] = resolve) -> None:
-    """Runs a command and ends with its exit code; an error for people is a message, not a traceback.
+def main(args: list[str] | None = None, resolver: Resolver = resolve, exits_after: bool = False) -> None:
+    """Runs a command (by default the process's arguments), and exits with the code of an error.
 
-    The words are those of the process unless given; `resolve_with` may put defaults below the settings (stages.py).
+    With `exits_after` the process exits after the command, so a late signal does not change its exit code.
     """
-    global resolver
-    resolver = resolve_with
-    rest, flags[:] = sys.argv[1:] if words is None else words, []
+    args = sys.argv[1:] if args is None else args
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character gets its number, not a traceback.
+        # Characters that a terminal cannot show are escaped.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        if rest[:1] in (["train"], ["doctor"]):
-            post.HERE.take()
-        if rest[:1] and rest[0] in TAKE_KEYS:
-            rest, flags[:] = split_flags(rest)
-        app(rest, exit_on_error=False, print_error=False)
+        if args[:1] in (["train"], ["doctor"]):
+            heartbeat.attach()
+        flags: list[tuple[str, str]] = []
+        if args[:1] and args[0] in COMMANDS_WITH_KEYS:
+            flags, args = extract_config_flags(args)
+        build_app(Commands(flags, resolver, exits_after))(args, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        _fail(UsageError(str(error).strip(), _hint(rest)))
+        _fail(UsageError(str(error).strip(), _usage_hint(args)))
     except TorchstoneError as error:
         _fail(error)
     except BrokenPipeError as error:
-        if _is_one_of_several():
+        if _is_worker():
             _crash(error)
-        # Whoever read our output has gone; nothing more can be said to them.
+        # The reader of our output is gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        # A folder that is a file, a disk that is full or read-only: the user's to mend, not ours.
+        # A folder that is a file, a disk that is full or read-only: the user can fix it.
         if error.filename is None and error.errno != errno.ENOSPC:
-            if _is_one_of_several():
+            if _is_worker():
                 _crash(error)
             raise
-        _fail(UsageError(f"{error.filename or 'writing'}: {error.strerror}"))
+        _fail(UsageError(f"{error.filename or 'cannot write'}: {error.strerror}"))
     except KeyboardInterrupt:
-        post.tell("interrupted")
-        _leave(130)
+        heartbeat.print_line("interrupted")
+        _exit(130)
     except Exception as error:
-        if not _is_one_of_several():
+        if not _is_worker():
             raise
         _crash(error)
 
 
-@app.command(help_epilogue=KEYS)
-def train(
-    config: Path | None = None,
-    /,
-    *,
-    preset: str | None = None,
-    debug: bool = False,
-    output_dir: str | None = None,
-    max_steps: str | None = None,
-    nproc: AtLeastOne | None = None,
-    gpus: str | None = None,
-    nnodes: str | None = None,
-    node_rank: Natural | None = None,
-    rdzv_endpoint: str | None = None,
-    max_restarts: Natural | None = None,
-    print_config: bool = False,
-    help_keys: Annotated[bool, Parameter(negative="")] = False,
-) -> None:
-    """Train a model; start again with the same words to go on where it stopped.
+def build_app(commands: Commands) -> App:
+    app = App(
+        name="torchstone",
+        version=__version__,
+        help="Pretrain and fine-tune language models, and prove that the numbers are right.",
+        # Rendering markdown would take a quarter of the time of --help.
+        help_format="plaintext",
+        result_action="return_value",
+    )
+    tokenizer = App(name="tokenizer", help="Train tokenizers.", help_format="plaintext")
+    # Without negative_iterable there would be flags such as --empty-setup.
+    launch = App(
+        name="launch",
+        help="Write (and submit) the files that run a config on a cluster.",
+        help_format="plaintext",
+        default_parameter=Parameter(negative_iterable=()),
+    )
+    app.command(commands.train, help_epilogue=KEYS_HELP)
+    app.command(commands.prepare, help_epilogue=KEYS_HELP)
+    app.command(commands.inspect_data, help_epilogue=KEYS_HELP)
+    app.command(commands.doctor)
+    app.command(commands.evaluate)
+    app.command(commands.export)
+    app.command(commands.chat)
+    app.command(tokenizer)
+    tokenizer.command(commands.tokenizer_train, name="train")
+    app.command(launch)
+    launch.command(commands.launch_slurm, name="slurm", help_epilogue=KEYS_HELP)
+    launch.command(commands.launch_kubernetes, name="kubernetes", help_epilogue=KEYS_HELP)
+    return app
 
-    Args:
-        config: JSON (comments allowed), YAML or TOML file.
-        preset: demo, demo-chat, debug or production; the file and the flags change it.
-        debug: The same as --preset debug.
-        output_dir: Folder of the run.
-        max_steps: Optimizer steps after which the run ends.
-        nproc: Processes to start on this machine; each takes a GPU where there are any.
-        gpus: GPUs of this machine, a process each: all, 0,3, or auto:2 for the two least loaded. By default all.
-        nnodes: Machines that train together, each with this command; 1:4 for as many as come.
-        node_rank: Number of this machine, from 0.
-        rdzv_endpoint: host:port of machine 0, where they meet.
-        max_restarts: How often to start the workers again, from the last checkpoint, when one fails.
-        print_config: Show what would run, as JSON, and stop.
-        help_keys: List every config key with its meaning and default, and stop.
-    """
-    if help_keys:
-        sys.stdout.write(config_table() + "\n")
-        return
-    if debug and preset not in (None, "debug"):
-        raise UsageError(f"--debug is --preset debug, but --preset {preset} is given too")
-    settings = _settings(config, "debug" if debug else preset, output_dir, max_steps)
-    if print_config:
-        _print_json(to_dict(settings))
-        return
-    from torchstone.launch import starting
 
-    wishes = starting.Wishes(nproc, gpus, nnodes, node_rank, rdzv_endpoint, max_restarts)
-    plan = starting.plan(wishes, settings.system, os.environ)
-    if plan is not None:
-        _start(settings, plan)
-        return
-    if post.HERE.launched:
-        post.HERE.keep_log(post.log_file(_logs(settings), int(os.environ["RANK"])))
-    with signals.listening(last=is_program):
-        post.enter("importing torch")
+@dataclass(frozen=True)
+class Commands:
+    """The commands, with the `--section.key VALUE` flags of this call."""
+
+    config_flags: list[tuple[str, str]]
+    resolver: Resolver
+    exits_after: bool
+
+    def train(
+        self,
+        config: Path | None = None,
+        /,
+        *,
+        preset: str | None = None,
+        debug: bool = False,
+        output_dir: str | None = None,
+        max_steps: str | None = None,
+        options: LaunchFlags = NO_LAUNCH_OPTIONS,
+        max_restarts: NaturalInt | None = None,
+        print_config: bool = False,
+        help_keys: Switch = False,
+    ) -> None:
+        """Train a model. The same command resumes a run that was stopped.
+
+        Args:
+            config: JSON (comments allowed), YAML or TOML file.
+            preset: demo, demo-chat, debug or production; the file and the flags override it.
+            debug: The same as --preset debug.
+            output_dir: Folder of the run.
+            max_steps: Number of optimizer steps.
+            max_restarts: How many times to restart the workers from the last checkpoint after a failure.
+            print_config: Print the resolved config as JSON, and stop.
+            help_keys: List every config key with its meaning and default, and stop.
+        """
+        if help_keys:
+            sys.stdout.write(config_table() + "\n")
+            return
+        if debug and preset not in (None, "debug"):
+            raise UsageError(f"--debug means --preset debug, but --preset {preset} is given too")
+        resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps)
+        if print_config:
+            _print_json(to_dict(resolved))
+            return
+        plan = plan_launch(options, resolved.system, os.environ, max_restarts)
+        if plan is not None:
+            self._launch(resolved, plan)
+            return
+        if heartbeat.is_attached():
+            heartbeat.redirect_output(heartbeat.log_file(_log_folder(resolved), int(os.environ["RANK"])))
+        with handle_stop_signals(exits_after=self.exits_after):
+            heartbeat.report_phase("importing torch")
+            from torchstone import api
+
+            result = api.train_validated(resolved)
+        if result.checkpoint is not None and os.environ.get("RANK", "0") == "0":
+            heartbeat.print_line(f"done: step {result.step}, {result.checkpoint}")
+        if _is_worker():
+            # Library threads may crash a normal interpreter exit after all work is done.
+            api.destroy_process_group()
+            _exit(0)
+
+    def prepare(
+        self,
+        config: Path | None = None,
+        /,
+        *,
+        preset: str | None = None,
+        processes: PositiveInt | None = None,
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Tokenize the data of a config into the cache, and stop.
+
+        Args:
+            config: JSON, YAML or TOML file.
+            preset: demo, demo-chat, debug or production.
+            processes: First check that the parallel sizes fit this many processes and the model.
+            as_json: Print the result as JSON.
+        """
+        resolved = self._resolve(config, preset, job="data" if processes is None else "train")
         from torchstone import api
 
-        outcome = api.train(settings)
-    if outcome.checkpoint is not None and os.environ.get("RANK", "0") == "0":
-        post.tell(f"done: step {outcome.step}, {outcome.checkpoint}")
-    if _is_one_of_several():
-        # Libraries with threads of their own may crash a process that is taken down in good order, after all is done.
-        api.leave_group()
-        _leave(0)
+        if processes is not None:
+            api.check_parallel_dims(resolved, processes)
+        _print_result(api.prepare_validated(resolved), as_json)
 
+    def inspect_data(
+        self,
+        config: Path | None = None,
+        /,
+        *,
+        preset: str | None = None,
+        rows: NaturalInt = 5,
+        tokens: PositiveInt = 400,
+        html: Path | None = None,
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Show rows with the tokens that are trained on, counts, lengths, and what would be dropped and why.
 
-@app.command(help_epilogue=KEYS)
-def prepare(
-    config: Path | None = None,
-    /,
-    *,
-    preset: str | None = None,
-    processes: AtLeastOne | None = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Tokenize the data of a config into the cache and stop.
+        Args:
+            config: JSON, YAML or TOML file; --data.path FILE and --model.tokenizer FOLDER are enough.
+            preset: demo, demo-chat, debug or production.
+            rows: Rows to show per source.
+            tokens: Tokens to show per row, from its start and its end.
+            html: Write an HTML page to this file instead.
+            as_json: Print unrounded JSON only.
+        """
+        resolved = self._resolve(config, preset, job="data")
+        from torchstone import api
+        from torchstone.data.inspect import html_page, print_report
 
-    Args:
-        config: JSON, YAML or TOML file.
-        preset: demo, demo-chat, debug or production.
-        processes: Check first that the parallel sizes fit so many processes, and the model.
-        as_json: Print what was found as JSON.
-    """
-    settings = _settings(config, preset, None, None, "data" if processes is None else "train")
-    from torchstone import api
+        report = api.inspect_data_validated(resolved, rows, tokens)
+        if html is not None:
+            html.write_text(html_page(report), encoding="utf-8")
+            sys.stderr.write(f"wrote {html}\n")
+        if as_json:
+            _print_json(report)
+        elif html is None:
+            print_report(report, sys.stdout.write, use_color=sys.stdout.isatty())
 
-    if processes is not None:
-        api.check_layout(settings, processes)
-    found = api.prepare(settings)
-    _show(found, as_json)
+    def tokenizer_train(
+        self,
+        folder: Path,
+        /,
+        *,
+        data: str,
+        vocab_size: PositiveInt = 32768,
+        special: str = "",
+        chat_template: str = "chatml",
+        pattern: Literal["gpt2", "gpt4", "gpt4o", "qwen2"] = "gpt4",
+        min_frequency: PositiveInt = 2,
+        max_bytes: PositiveInt | None = None,
+        skip_bad_rows: bool = False,
+        cache_dir: str = "cache/datasets",
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Train a byte-level BPE tokenizer from texts or conversations, and save it as a Hugging Face folder.
 
+        Args:
+            folder: The new folder.
+            data: Files, folders or globs, separated by commas; or demo:corpus.
+            vocab_size: Vocabulary size, including special tokens.
+            special: Additional special tokens, separated by commas.
+            chat_template: A file, or chatml, llama3, alpaca, plain, none; its special tokens are added.
+            pattern: How texts are split into words.
+            min_frequency: How often a pair of tokens must occur to be merged.
+            max_bytes: Stop reading after this many bytes of text.
+            skip_bad_rows: Skip rows that cannot be read, instead of stopping.
+            cache_dir: Folder of the built-in data.
+            as_json: Print the result as JSON.
+        """
+        from torchstone import api
 
-@app.command(help_epilogue=KEYS)
-def inspect_data(
-    config: Path | None = None,
-    /,
-    *,
-    preset: str | None = None,
-    rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 5,
-    tokens: AtLeastOne = 400,
-    html: Path | None = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Show rows with the tokens that are trained on, counts and lengths, and what would be dropped and why.
+        result = api.train_tokenizer(
+            [name for name in data.split(",") if name],
+            folder,
+            vocab_size,
+            [token for token in special.split(",") if token],
+            None if chat_template == "none" else chat_template,
+            pattern,
+            min_frequency,
+            max_bytes,
+            skip_bad_rows,
+            cache_dir,
+            quiet=as_json,
+        )
+        _print_result(result if as_json else _flatten_result(result), as_json)
 
-    Args:
-        config: JSON, YAML or TOML file; --data.path FILE and --model.tokenizer FOLDER are enough.
-        preset: demo, demo-chat, debug or production.
-        rows: Rows to show of each source.
-        tokens: Tokens to show of each row, from its beginning and its end.
-        html: Write a page to this file as well.
-        as_json: Print JSON, unrounded, and nothing else.
-    """
-    settings = _settings(config, preset, None, None, "data")
-    from torchstone import api
-    from torchstone.data.inspect import html_page, show_console
+    def launch_slurm(
+        self, job: Annotated[SlurmJob, Parameter(name="*")], *, output: Path | None = None, submit: Switch = False
+    ) -> None:
+        """Write a SLURM batch script that trains a config, saves before its time limit and requeues itself.
 
-    found = api.inspect_data(settings, rows=rows, tokens=tokens)
-    if html is not None:
-        html.write_text(html_page(found), encoding="utf-8")
-        sys.stderr.write(f"wrote {html}\n")
-    if as_json:
-        _print_json(found)
-    elif html is None:
-        show_console(found, sys.stdout.write, colour=sys.stdout.isatty())
+        Args:
+            output: File to write; without it the script is printed, or submitted as NAME.sbatch.
+            submit: Submit the file with sbatch and print the job id.
+        """
+        self._write_job(job, output, f"{job.name}.sbatch", slurm.submit if submit else None)
 
+    def launch_kubernetes(
+        self, job: Annotated[KubernetesJob, Parameter(name="*")], *, output: Path | None = None, submit: Switch = False
+    ) -> None:
+        """Write a Kubernetes manifest that trains a config: a TrainJob of Kubeflow Trainer and a ConfigMap.
 
-@tokenizer.command(name="train")
-def tokenizer_train(
-    folder: Path,
-    /,
-    *,
-    data: str,
-    vocab_size: AtLeastOne = 32768,
-    special: str = "",
-    chat_template: str = "chatml",
-    pattern: Literal["gpt2", "gpt4", "gpt4o", "qwen2"] = "gpt4",
-    min_frequency: AtLeastOne = 2,
-    max_bytes: AtLeastOne | None = None,
-    skip_bad_rows: bool = False,
-    cache_dir: str = "cache/datasets",
-    as_json: JsonFlag = False,
-) -> None:
-    """Make a byte-level BPE tokenizer from texts or conversations, as a Hugging Face folder.
+        Args:
+            output: File to write; without it the manifest is printed, or submitted as NAME.yaml.
+            submit: Apply the file with kubectl.
+        """
+        self._write_job(job, output, f"{job.name}.yaml", kubernetes.submit if submit else None)
 
-    Args:
-        folder: The new folder.
-        data: Files, folders or globs, separated by commas; or demo:corpus.
-        vocab_size: Tokens, special ones included.
-        special: More special tokens, separated by commas.
-        chat_template: A file, or chatml, llama3, alpaca, plain, none; the tokens it writes become special.
-        pattern: How texts are cut into words.
-        min_frequency: How often two tokens must meet to become one.
-        max_bytes: Stop reading after so much text.
-        skip_bad_rows: Leave out rows that cannot be read, instead of stopping.
-        cache_dir: Where built-in data is kept.
-        as_json: Print what was measured as JSON.
-    """
-    from torchstone import api
+    def doctor(
+        self,
+        *,
+        options: LaunchFlags = NO_LAUNCH_OPTIONS,
+        device: Device = "auto",
+        limit: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 60.0,
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Check that all ranks of a launch reach each other and that collectives are correct, and measure their speed.
 
-    found = api.train_tokenizer(
-        [name for name in data.split(",") if name], folder, vocab_size,
-        [token for token in special.split(",") if token], None if chat_template == "none" else chat_template,
-        pattern, min_frequency, max_bytes, skip_bad_rows, cache_dir, quiet=as_json,
-    )  # fmt: skip
-    _show(found if as_json else _flat(found), as_json)
+        Args:
+            device: auto, cpu or cuda.
+            limit: Timeout in seconds for one collective at one size; the error names the ranks that do not answer.
+            as_json: Print unrounded JSON only.
+        """
+        system = SystemConfig(device=device, join_timeout=limit)
+        plan = plan_launch(options, system, os.environ)
+        if plan is not None:
+            args = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
+            command = [sys.executable, "-m", "torchstone.cli", *args]
+            sys.exit(run_workers(plan, command, exits_after=self.exits_after))
+        from torchstone import api
 
-
-@launch.command(name="slurm", help_epilogue=KEYS)
-def launch_slurm(
-    job: Annotated[SlurmJob, Parameter(name="*")],
-    *,
-    output: Path | None = None,
-    submit: Annotated[bool, Parameter(negative="")] = False,
-) -> None:
-    """Write a batch script that trains a config on SLURM, saves before its time is over and queues itself again.
-
-    Args:
-        output: File to write; without it the script is printed, or submitted as NAME.sbatch.
-        submit: Hand the file to sbatch and print the number of the job.
-    """
-    file = output or (Path(f"{job.name}.sbatch") if submit else None)
-    _write(job.text(_keys_for_train(job.config)), file)
-    if submit and file is not None:
-        sys.stdout.write(slurm.submit(file) + "\n")
-
-
-@launch.command(name="kubernetes", help_epilogue=KEYS)
-def launch_kubernetes(
-    job: Annotated[KubernetesJob, Parameter(name="*")],
-    *,
-    output: Path | None = None,
-    submit: Annotated[bool, Parameter(negative="")] = False,
-) -> None:
-    """Write a manifest that trains a config on Kubernetes: a TrainJob of Kubeflow Trainer, and the config.
-
-    Args:
-        output: File to write; without it the manifest is printed, or submitted as NAME.yaml.
-        submit: Hand the file to kubectl.
-    """
-    file = output or (Path(f"{job.name}.yaml") if submit else None)
-    _write(job.text(_keys_for_train(job.config)), file)
-    if submit and file is not None:
-        sys.stdout.write(kubernetes.submit(file) + "\n")
-
-
-@app.command
-def doctor(
-    *,
-    nproc: AtLeastOne | None = None,
-    gpus: str | None = None,
-    nnodes: str | None = None,
-    node_rank: Natural | None = None,
-    rdzv_endpoint: str | None = None,
-    device: Device = "auto",
-    limit: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 60.0,
-    as_json: JsonFlag = False,
-) -> None:
-    """Check that all processes of a launch reach each other, with the right values, and how fast.
-
-    Args:
-        nproc: Processes to start on this machine; each takes a GPU where there are any.
-        gpus: GPUs of this machine, a process each: all, 0,3, or auto:2 for the two least loaded. By default all.
-        nnodes: Machines to check together, each with this command.
-        node_rank: Number of this machine, from 0.
-        rdzv_endpoint: host:port of machine 0, where they meet.
-        device: auto, cpu or cuda.
-        limit: Seconds that one collective may take before the ranks that do not answer are named.
-        as_json: Print JSON, unrounded, and nothing else.
-    """
-    from torchstone.launch import local, starting
-
-    system = SystemConfig(device=device, join_timeout=limit)
-    plan = starting.plan(starting.Wishes(nproc, gpus, nnodes, node_rank, rdzv_endpoint), system, os.environ)
-    if plan is not None:
-        words = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
-        command = [sys.executable, "-m", "torchstone.cli", *words]
-        sys.exit(local.run_workers(plan.launch(command, system, None), last=is_program))
-    from torchstone import api
-
-    found = api.doctor(device, limit, quiet=as_json)
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(json.dumps(found["json"], indent=2) + "\n" if as_json else found["text"])
-        sys.stdout.flush()
-    if found["json"]["errors"]:
-        raise NumbersError("\n".join(found["json"]["errors"]))
-
-
-@app.command
-def evaluate(
-    source: str,
-    /,
-    *,
-    data: str,
-    questions: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
-    context_length: AtLeastOne | None = None,
-    device: Device = "auto",
-    cache_dir: str = "cache/datasets",
-    trust_remote_code: bool = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Measure the loss of a model over a data file and, for conversations, how many answers are right word for word.
-
-    Args:
-        source: A run, a checkpoint or a Hugging Face folder.
-        data: A file, folder or glob, or demo:corpus, demo:chat, demo:heldout.
-        questions: How many rows to answer; all by default, 0 for none.
-        context_length: Longest row in tokens; by default 1024, or as many as the model has positions.
-        device: auto, cpu or cuda.
-        cache_dir: Where tokenized data is kept.
-        trust_remote_code: Run code that lies in the model's folder.
-        as_json: Print JSON, unrounded, and nothing else.
-    """
-    from torchstone import api
-
-    found = api.evaluate(source, data, questions, context_length, device, cache_dir, as_json, trust_remote_code)
-    examples = found.get("examples", [])
-    _show({key: value for key, value in found.items() if as_json or key != "examples"}, as_json)
-    if not as_json:
-        for example in examples[:4]:
-            right = "right" if example["answer"].strip() == example["wanted"].strip() else f"not {example['wanted']!r}"
-            sys.stdout.write(f"  {example['question']}  ->  {example['answer']}  ({right})\n")
-
-
-@app.command
-def export(
-    source: str,
-    target: Path,
-    /,
-    *,
-    dtype: Dtype = "auto",
-    verify: bool = True,
-    trust_remote_code: bool = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Write a Hugging Face folder and prove it by loading it in Transformers.
-
-    Args:
-        source: A run (its best checkpoint, else its newest), a checkpoint or a folder.
-        target: The new folder.
-        dtype: float32, bfloat16 or float16; auto keeps the source's.
-        verify: Load the folder in Transformers and compare weights and logits.
-        trust_remote_code: Run code that lies in the model's folder.
-        as_json: Print what was written and measured as JSON.
-    """
-    from torchstone import api
-
-    _show(api.export(source, target, dtype, verify, trust_remote_code), as_json)
-
-
-@app.command
-def chat(
-    source: str,
-    /,
-    *,
-    prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-    max_new_tokens: AtLeastOne = 256,
-    device: Device = "auto",
-    trust_remote_code: bool = False,
-) -> None:
-    """Talk to a model that was trained on conversations; an empty line or Ctrl-D ends, /new forgets what was said.
-
-    Args:
-        source: A run, a checkpoint or a Hugging Face folder.
-        prompt: Ask this once, print the answer and stop.
-        max_new_tokens: Longest answer in tokens.
-        device: auto, cpu or cuda.
-        trust_remote_code: Run code that lies in the model's folder.
-    """
-    from torchstone import api
-
-    partner = api.Chat(source, max_new_tokens, device, trust_remote_code)
-    if prompt is not None:
-        sys.stdout.write(partner.ask(prompt) + "\n")
-        return
-    while True:
-        if sys.stdin.isatty():
-            sys.stderr.write("> ")
-            sys.stderr.flush()
-        try:
-            line = sys.stdin.readline().strip()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"the question is not UTF-8: {error}") from None
-        if not line:
-            return
-        if line == "/new":
-            partner.reset()
-        else:
-            sys.stdout.write(partner.ask(line) + "\n")
+        result = api.doctor(device, limit, quiet=as_json)
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
             sys.stdout.flush()
+        if result["json"]["errors"]:
+            raise NumericalError("\n".join(result["json"]["errors"]))
+
+    def evaluate(
+        self,
+        source: str,
+        /,
+        *,
+        data: str,
+        questions: NaturalInt | None = None,
+        context_length: PositiveInt | None = None,
+        device: Device = "auto",
+        cache_dir: str = "cache/datasets",
+        trust_remote_code: bool = False,
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Compute the loss of a model over a data file and, for conversations, the exact-match accuracy.
+
+        Args:
+            source: A run, a checkpoint or a Hugging Face folder.
+            data: A file, folder or glob, or demo:corpus, demo:chat, demo:heldout.
+            questions: Rows to answer; by default all, 0 for none.
+            context_length: Maximum row length in tokens; by default 1024, or the model's maximum if smaller.
+            device: auto, cpu or cuda.
+            cache_dir: Folder of the token cache.
+            trust_remote_code: Run code from the model's folder.
+            as_json: Print unrounded JSON only.
+        """
+        from torchstone import api
+
+        result = api.evaluate(source, data, questions, context_length, device, cache_dir, as_json, trust_remote_code)
+        examples = result.get("examples", [])
+        _print_result({key: value for key, value in result.items() if as_json or key != "examples"}, as_json)
+        if not as_json:
+            for example in examples[:4]:
+                is_right = example["answer"].strip() == example["wanted"].strip()
+                verdict = "right" if is_right else f"expected {example['wanted']!r}"
+                sys.stdout.write(f"  {example['question']}  ->  {example['answer']}  ({verdict})\n")
+
+    def export(
+        self,
+        source: str,
+        target: Path,
+        /,
+        *,
+        dtype: Dtype = "auto",
+        verify: bool = True,
+        trust_remote_code: bool = False,
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Write a Hugging Face folder, and verify it by loading it in Transformers.
+
+        Args:
+            source: A run (its best checkpoint, else its newest), a checkpoint or a Hugging Face folder.
+            target: The new folder.
+            dtype: float32, bfloat16 or float16; auto keeps the source's.
+            verify: Load the folder in Transformers and compare weights and logits.
+            trust_remote_code: Run code from the model's folder.
+            as_json: Print the result as JSON.
+        """
+        from torchstone import api
+
+        _print_result(api.export(source, target, dtype, verify, trust_remote_code), as_json)
+
+    def chat(
+        self,
+        source: str,
+        /,
+        *,
+        prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+        max_new_tokens: PositiveInt = 256,
+        device: Device = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Chat with a model. An empty line or Ctrl-D ends the chat, /new starts a new conversation.
+
+        Args:
+            source: A run, a checkpoint or a Hugging Face folder.
+            prompt: Ask this once, print the answer and stop.
+            max_new_tokens: Maximum length of an answer in tokens.
+            device: auto, cpu or cuda.
+            trust_remote_code: Run code from the model's folder.
+        """
+        from torchstone import api
+
+        conversation = api.Chat(source, max_new_tokens, device, trust_remote_code)
+        if prompt is not None:
+            sys.stdout.write(conversation.ask(prompt) + "\n")
+            return
+        while True:
+            if sys.stdin.isatty():
+                sys.stderr.write("> ")
+                sys.stderr.flush()
+            try:
+                line = sys.stdin.readline().strip()
+            except UnicodeDecodeError as error:
+                raise UsageError(f"the question is not UTF-8: {error}") from None
+            if not line:
+                return
+            if line == "/new":
+                conversation.reset()
+            else:
+                sys.stdout.write(conversation.ask(line) + "\n")
+                sys.stdout.flush()
+
+    def _resolve(
+        self,
+        config: Path | None,
+        preset: str | None = None,
+        output_dir: str | None = None,
+        max_steps: str | None = None,
+        job: Job = "train",
+    ) -> Config:
+        overrides: list[tuple[str, Any]] = list(self.config_flags)
+        overrides += [("output_dir", output_dir)] if output_dir is not None else []
+        overrides += [("max_steps", max_steps)] if max_steps is not None else []
+        return self.resolver(read_layers(config, preset, overrides), job)
+
+    def _launch(self, config: Config, plan: LaunchPlan) -> None:
+        """Runs this command in several processes, after one process has checked the layout and tokenized the data."""
+        text, logs = json.dumps(to_dict(config), indent=2), _log_folder(config)
+        command = [sys.executable, "-m", "torchstone.cli"]
+        with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
+            file = Path(folder) / "config.json"
+            file.write_text(text)
+            check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
+            code = run_preparation([*command, "prepare", str(file), *check])
+        if code == 0:
+            # In the run's folder: a file in /tmp may be gone when workers restart, weeks later.
+            logs.mkdir(parents=True, exist_ok=True)
+            write_text(logs / "config.json", text)
+            worker_command = [*command, "train", str(logs / "config.json")]
+            code = run_workers(plan, worker_command, logs, exits_after=self.exits_after)
+        if code:
+            sys.exit(code)
+
+    def _write_job(
+        self,
+        job: SlurmJob | KubernetesJob,
+        output: Path | None,
+        default_name: str,
+        submit: Callable[[Path], str] | None,
+    ) -> None:
+        """Prints or writes the file of a job, and submits it. The config flags of this call are validated with the
+        config and become part of the job."""
+        self._resolve(job.config)
+        text = job.render([f"--{key}={value}" for key, value in self.config_flags])
+        if output is None and submit is None:
+            sys.stdout.write(text)
+            return
+        file = output or Path(default_name)
+        write_text(file, text)
+        sys.stderr.write(f"wrote {file}\n")
+        if submit is not None:
+            sys.stdout.write(submit(file) + "\n")
 
 
-def _settings(
-    config: Path | None, preset: str | None, output_dir: str | None, max_steps: str | None, job: Job = "train"
-) -> Config:
-    pairs: list[tuple[str, Any]] = list(flags)
-    pairs += [("output_dir", output_dir)] if output_dir is not None else []
-    pairs += [("max_steps", max_steps)] if max_steps is not None else []
-    return resolver(read_layers(config, preset, pairs), job)
-
-
-def _start(settings: Config, plan: starting.Plan) -> None:
-    """The same command in several processes, once what only one needs to do is done: checked, and tokenized."""
-    from torchstone.launch import local
-
-    text, logs = json.dumps(to_dict(settings), indent=2), _logs(settings)
-    command = [sys.executable, "-m", "torchstone.cli"]
-    with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
-        file = Path(folder) / "config.json"
-        file.write_text(text)
-        checked = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
-        code = local.prepare([*command, "prepare", str(file), *checked])
-    if code == 0:
-        # Beside the logs: what lies in /tmp may be gone when workers are started again, weeks later.
-        logs.mkdir(parents=True, exist_ok=True)
-        write_text(logs / "config.json", text)
-        words = [*command, "train", str(logs / "config.json")]
-        code = local.run_workers(plan.launch(words, settings.system, logs), last=is_program)
-    if code:
-        sys.exit(code)
-
-
-def _keys_for_train(config: Path) -> list[str]:
-    """The config keys of this call as words for `torchstone train`, once the config is known to be right with them."""
-    _settings(config, None, None, None)
-    return [f"--{key}={value}" for key, value in flags]
-
-
-def _write(text: str, file: Path | None) -> None:
-    if file is None:
-        sys.stdout.write(text)
-        return
-    write_text(file, text)
-    sys.stderr.write(f"wrote {file}\n")
-
-
-def _hint(words: list[str]) -> str:
-    """Where to look; for `--learning-rate` and the like, the key that was meant."""
-    for word in words:
-        key = key_named(word.removeprefix("--").partition("=")[0]) if word.startswith("--") else None
-        if key is not None and words[0] in TAKE_KEYS:
+def _usage_hint(args: list[str]) -> str:
+    """Suggests the key that a flag such as --learning-rate may mean, or else the command's --help."""
+    for arg in args:
+        key = key_with_name(arg.removeprefix("--").partition("=")[0]) if arg.startswith("--") else None
+        if key is not None and args[0] in COMMANDS_WITH_KEYS:
             return f"did you mean --{key}?"
-    return f"see: torchstone {words[0] if words else ''} --help"
+    return f"see: torchstone {args[0] if args else ''} --help"
 
 
-def _flat(found: dict[str, Any]) -> dict[str, Any]:
-    """What was measured beside the rest; lists as lines of words; what is empty left out."""
-    flat = {key: value for key, value in found.items() if key != "measured"} | found["measured"]
-    joined = {
+def _flatten_result(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns `result` with the `measured` values at the top level, lists as text, and no empty values."""
+    flat = {key: value for key, value in result.items() if key != "measured"} | result["measured"]
+    texts = {
         key: ", ".join(map(str, value)) if isinstance(value, list | dict) else value for key, value in flat.items()
     }
-    return {key: value for key, value in joined.items() if value not in ("", None)}
+    return {key: value for key, value in texts.items() if value not in ("", None)}
 
 
-def _show(found: dict[str, Any], as_json: bool) -> None:
+def _print_result(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        _print_json(found)
+        _print_json(result)
         return
-    for key, value in found.items():
+    for key, value in result.items():
         sys.stdout.write(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}\n")
 
 
@@ -541,40 +529,40 @@ def _print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def _logs(settings: Config) -> Path:
-    return Path(settings.output_dir) / "logs"
+def _log_folder(config: Config) -> Path:
+    return Path(config.output_dir) / "logs"
 
 
 def _fail(error: TorchstoneError) -> None:
     rank = os.environ.get("RANK", "0")
-    if not post.HERE.launched or post.HERE.terminal is not None:
-        # Otherwise there is no log, and the launcher says it.
+    if not heartbeat.is_attached() or heartbeat.terminal() is not None:
+        # A launched worker without a log does not print: its launcher does.
         with suppress(OSError, ValueError):
             sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
-    post.write_error(error, str(error), error.exit_code)
-    _leave(error.exit_code)
+    heartbeat.write_error(error, str(error), error.exit_code)
+    _exit(error.exit_code)
 
 
 def _crash(error: Exception) -> None:
-    """The end of a rank by an error that is not for people: it is in its log, and the launcher says its first line."""
+    """Ends a worker after an unexpected error: the traceback goes to its log, the message to the launcher."""
     with suppress(OSError, ValueError):
         traceback.print_exception(error)
-    post.write_error(error, f"{type(error).__name__}: {error}", 1)
-    _leave(1)
+    heartbeat.write_error(error, f"{type(error).__name__}: {error}", 1)
+    _exit(1)
 
 
-def _leave(code: int) -> None:
+def _exit(code: int) -> None:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    if _is_one_of_several():
-        # Ranks that wait for this one would have it wait for them, if it ended in good order.
+    if _is_worker():
+        # A normal exit would wait for ranks that wait for this one.
         os._exit(code)
     sys.exit(code)
 
 
-def _is_one_of_several() -> bool:
-    return post.HERE.launched or int(os.environ.get("WORLD_SIZE", "1")) > 1
+def _is_worker() -> bool:
+    return heartbeat.is_attached() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The errors a person may meet, each with its exit code and a hint.
+"""Errors that a user can act on, each with its exit code and a hint.
 
-Anything else that escapes a command is a fault of Torchstone and keeps its traceback.
+Any other exception that escapes a command is a bug in Torchstone and keeps its traceback.
 """
 
 
 class TorchstoneError(Exception):
-    """Something the user can act on. `hint` says what to do; `exit_code` is what the process ends with."""
+    """`hint` says what to do; the process exits with `exit_code`."""
 
     exit_code = 1
 
@@ -19,7 +19,7 @@ class TorchstoneError(Exception):
 
 
 class UsageError(TorchstoneError):
-    """Wrong command line, configuration, or a model folder that is not one."""
+    """A wrong command line, configuration or model folder."""
 
     exit_code = 2
 
@@ -31,30 +31,30 @@ class DataError(TorchstoneError):
 
 
 class OutOfMemoryError(TorchstoneError):
-    """The step did not fit on the device."""
+    """The model or a step does not fit on the device."""
 
     exit_code = 4
 
 
-class NumbersError(TorchstoneError):
-    """A loss or gradient that is NaN or infinite."""
+class NumericalError(TorchstoneError):
+    """A loss, gradient or collective with a wrong value, such as NaN."""
 
     exit_code = 5
 
 
 class CheckpointError(TorchstoneError):
-    """A checkpoint that is damaged, foreign, or does not fit this run."""
+    """A checkpoint that is damaged, or does not fit this run."""
 
     exit_code = 6
 
 
 class WorkerError(TorchstoneError):
-    """A process that worked for this one died."""
+    """Another process of the run died, or cannot be reached."""
 
     exit_code = 7
 
 
 class StoppedBySignal(TorchstoneError):
-    """A signal asked the run to end; the state is saved and the same command goes on from it."""
+    """A signal stopped the run; its state is saved, and the same command resumes it."""
 
     exit_code = 75

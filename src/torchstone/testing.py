@@ -1,11 +1,11 @@
-"""Tests on several processes that end: with the results of the ranks, or with the reason why there are none.
+"""Runs tests on several processes: `launch_procs` runs a function on every rank, `DistributedTest` a class's tests.
 
-`launch_procs` runs a function on every rank of a process group, `DistributedTest` every test method of a class. A hang
-is a failure with the stacks of the ranks, a failure of any rank beats a skip of another, and nothing stays running.
+A launch always ends. A hang is a failure that shows the ranks' stacks, a failure of one rank beats a skip of another,
+and no process is left running.
 
-The ranks are forked from a forkserver that has imported torch, so a rank costs its fork and not its imports: on two
-cores a launch of two ranks takes 0.1 s, one of eight 0.25 s, one of 32 1.3 s. The price is that functions, arguments
-and results travel by pickle, and that the first launch of a process waits four to eight seconds for the forkserver.
+Ranks are forked from a forkserver that has already imported torch. On two cores a launch of 2 ranks takes 0.1 s, of 8
+ranks 0.25 s and of 32 ranks 1.3 s; the first launch of a process waits four to eight seconds for the forkserver's
+imports. The price: functions, arguments and results must be picklable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import unittest
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from torchstone.errors import UsageError
 
-# What tests of parallel training import. The forkserver leaves out what is not installed.
-PRELOADED = (
+# What tests of parallel training import. The forkserver ignores modules that are not installed.
+PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.distributed.tensor",
@@ -49,7 +49,7 @@ PRELOADED = (
     "torch._dynamo",
     "torchstone.api",
     "torchstone.testing",
-    # What opening a model's folder imports, a second and a half of it.
+    # Opening a model's folder imports these, which takes a second and a half.
     "huggingface_hub.errors",
     "transformers.models.auto.configuration_auto",
     "transformers.models.auto.modeling_auto",
@@ -59,23 +59,23 @@ PRELOADED = (
     "transformers.tokenization_utils_tokenizers",
     "pytest",
 )
-# Seconds that the others have to fail on their own, once a rank has failed.
-GRACE = 3.0
-# A death is noticed later than the errors it causes in its neighbours: it counts as this many seconds earlier.
-NOTICE = 1.0
-# Seconds after the timeout at which a rank ends itself, should the process that launched it be gone.
-ABANDONED = 60.0
-# Seconds for a rank to write its stack; a stopped process never does.
-DUMP = 3.0
+# After the first failure the other ranks have this long to fail by themselves.
+GRACE_SECONDS = 3.0
+# A death is noticed later than the errors it causes on other ranks, so it counts as this much earlier.
+DEATH_HEAD_START = 1.0
+# If the launching process is gone, a rank exits this long after its timeout.
+ORPHAN_SECONDS = 60.0
+# How long to wait for the ranks' stacks. A stopped process never writes one.
+STACK_SECONDS = 3.0
 STACK_SIGNAL = signal.SIGQUIT
 HOST = "127.0.0.1"
-# The store looks its own address up, for its log: five seconds where a name server drops the question, unless told.
-QUICK_LOOKUP = {"RES_OPTIONS": "timeout:1 attempts:1"}
-LAST_LINES = 30
+# TCPStore resolves its own address for its log, which takes five seconds where a name server does not answer.
+FAST_DNS = {"RES_OPTIONS": "timeout:1 attempts:1"}
+MAX_OUTPUT_LINES = 30
 
 
 class RankFailure(AssertionError):
-    """What failed on which ranks, the first one first."""
+    """What failed on which ranks, the first failure first."""
 
 
 def launch_procs(
@@ -87,24 +87,24 @@ def launch_procs(
     preload: Sequence[str] = (),
     **kwargs: Any,
 ) -> list[Any]:
-    """`function(*args, **kwargs)` on `world_size` ranks; what they returned, in the order of the ranks.
+    """Runs `function(*args, **kwargs)` on `world_size` ranks and returns their results in rank order.
 
-    `backend` None leaves the process group to the function: torchrun's variables are set either way. `preload` are
-    modules to import first; the forkserver does it once if this is the first launch, the ranks if it is a later one.
-    Keywords of the function that have these names go in by `functools.partial`.
+    The ranks have torchrun's variables and a process group; with `backend` None the function creates its own group.
+    `preload` are modules to import first: by the forkserver if this is the first launch, otherwise by each rank.
+    Use `functools.partial` for a function with keyword arguments of these names.
     """
     __tracebackhide__ = True
     return _launch(functools.partial(function, *args, **kwargs), world_size, timeout, backend, preload)
 
 
 class DistributedTest:
-    """Subclass it, and every `test_*` method runs on all ranks; fixtures and parameters come over by pickle.
+    """Base class whose `test_*` methods run on all ranks. Fixtures and parameters are pickled to the ranks.
 
-    The instance comes too: what `setup_method` or an autouse fixture put on it is there on the ranks.
+    The instance is pickled too, so attributes set by `setup_method` or an autouse fixture are available.
     """
 
     world_size: int | Sequence[int] | None = None
-    """Ranks of a test, or several numbers of them to run in turn; None is dp · tp · pp."""
+    """Number of ranks, or several numbers to run one after the other. None means dp x tp x pp."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -112,27 +112,27 @@ class DistributedTest:
     backend: str | None = "gloo"
     preload: Sequence[str] = ()
 
-    # Of an instance on a rank, and there only.
+    # Set on the ranks only.
     rank: int
     size: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Not vars(cls): a test of a plain class that is mixed in must run on the ranks as well.
+        # Not vars(cls): inherited tests of plain classes must run on the ranks as well.
         for name in dir(cls):
             member = inspect.getattr_static(cls, name)
             if not name.startswith("test_") or getattr(member, "runs_on_ranks", False):
                 continue
             if inspect.isfunction(member) and not inspect.iscoroutinefunction(member):
-                setattr(cls, name, _on_all_ranks(member))
+                setattr(cls, name, _run_on_ranks(member))
             elif isinstance(member, (staticmethod, classmethod)) or callable(member):
                 raise UsageError(f"{cls.__qualname__}.{name} cannot run on ranks", "make it a plain method")
 
 
-def _on_all_ranks(method: Callable[..., None]) -> Callable[..., None]:
+def _run_on_ranks(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def test(self: DistributedTest, *args: Any, **fixtures: Any) -> None:
-        # On a rank already: called there by the harness, or by an overriding method as super().test_...().
+        # Already on a rank: called by the harness, or as super().test_...() by an overriding method.
         if hasattr(self, "rank"):
             return method(self, *args, **fixtures)
         call = functools.partial(_call_method, type(self), vars(self), method.__name__, *args, **fixtures)
@@ -143,23 +143,23 @@ def _on_all_ranks(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run_test(call: functools.partial[None], test: DistributedTest) -> None:
-    """A failure at one world size is a failure; a skip at one is a skip once the others have passed."""
+    """Launches every world size. A failure at one of them fails the test; a skip at one skips it if the others pass."""
     import pytest
 
-    failed = skipped = None
+    failure = skip_reason = None
     for size in _world_sizes(test):
         try:
             _launch(call, size, test.timeout, test.backend, test.preload)
-        except RankFailure as failure:
-            failed = str(failure)
+        except RankFailure as error:
+            failure = str(error)
             break
         except pytest.skip.Exception as skip:
-            skipped = skipped or str(skip)
-    # Outside of the handlers, and without a traceback: the ranks' own are the ones to read.
-    if failed is not None:
-        pytest.fail(failed, pytrace=False)
-    if skipped is not None:
-        pytest.skip(skipped)
+            skip_reason = skip_reason or str(skip)
+    # Outside the handlers and without a traceback: only the ranks' own tracebacks matter.
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
+    if skip_reason is not None:
+        pytest.skip(skip_reason)
 
 
 def _world_sizes(test: DistributedTest) -> Sequence[int]:
@@ -178,8 +178,8 @@ def _call_method(
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """What every rank is told."""
+class _LaunchSpec:
+    """What every rank gets. `call` is pickled; a rank exits by itself after `lifetime` seconds."""
 
     folder: Path
     call: bytes
@@ -194,10 +194,10 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank leaves in a file: a pipe would fill up, and would be cut off in the middle with its rank."""
+    """How a rank's function ended. Written to a file: a pipe can fill up, and a dying rank would cut it short."""
 
     outcome: Literal["returned", "skipped", "xfailed", "raised"]
-    at: float
+    time: float
     pickled: bytes = b""
     text: str = ""
 
@@ -211,46 +211,51 @@ class _Rank:
     process: ForkServerProcess
     report: _Report | None = None
     exit_code: int | None = None
-    ended_at: float = 0.0
-    was_ended: bool = False
+    exit_time: float = 0.0
+    was_killed: bool = False
     stack: str = ""
 
-    def read(self, what: str) -> str:
-        path = self.folder / f"{self.number}.{what}"
+    def read(self, kind: str) -> str:
+        path = self.folder / f"{self.number}.{kind}"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def note_end(self) -> None:
+    def join(self) -> None:
         self.process.join()
-        self.exit_code, self.ended_at = self.process.exitcode, time.monotonic()
-
-    def find_report(self) -> None:
+        self.exit_code, self.exit_time = self.process.exitcode, time.monotonic()
         path = self.folder / f"{self.number}.report"
         self.report = pickle.loads(path.read_bytes()) if path.exists() else None
 
-    @property
-    def died(self) -> bool:
-        """Of a rank that has ended: by itself and not as a rank does, be it after its function had returned."""
-        raised = self.report is not None and self.report.outcome == "raised"
-        return not self.was_ended and not raised and (self.report is None or self.exit_code != 0)
+    def kill(self) -> None:
+        """Kills the rank if it is running, and the processes it has started, which share its Unix process group."""
+        if self.exit_code is None:
+            self.was_killed = True
+            self.process.kill()
+            self.join()
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.close()
 
     @property
-    def failed_at(self) -> float | None:
+    def failure_time(self) -> float | None:
         if self.report is not None and self.report.outcome == "raised":
-            return self.report.at
-        return self.ended_at - NOTICE if self.died else None
+            return self.report.time
+        # It exited without a report, or with an error after its report.
+        has_died = not self.was_killed and (self.report is None or self.exit_code != 0)
+        return self.exit_time - DEATH_HEAD_START if has_died else None
 
     @property
-    def trouble(self) -> str:
+    def failure_text(self) -> str:
         if self.report is not None and self.report.outcome == "raised":
-            return self.report.text
+            return self.report.text.rstrip()
         assert self.exit_code is not None
         if self.exit_code < 0:
-            how = f"died of {signal.Signals(-self.exit_code).name} (exit code {self.exit_code})"
+            description = f"was killed by {signal.Signals(-self.exit_code).name}"
         else:
-            when = "before its function returned" if self.report is None else "after its function had returned"
-            how = f"ended with exit code {self.exit_code} {when}"
-        said = self.read("output").splitlines()[-LAST_LINES:]
-        return "\n".join([how, *(["it had printed:"] if said else []), *said])
+            when = "before" if self.report is None else "after"
+            description = f"ended with exit code {self.exit_code} {when} its function returned"
+        output = self.read("output").splitlines()[-MAX_OUTPUT_LINES:]
+        return "\n".join([description, *(["its last output:"] if output else []), *output])
 
 
 def _launch(
@@ -258,45 +263,49 @@ def _launch(
 ) -> list[Any]:
     __tracebackhide__ = True
     if world_size < 1:
-        raise UsageError(f"a world of {world_size} ranks", "world_size must be 1 or more")
+        raise UsageError(f"world_size is {world_size}", "use 1 or more")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *preload])
-    # Served here, so that it outlives every rank.
+    context.set_forkserver_preload([*PRELOAD, *preload])
+    # Served by this process, so that it outlives every rank.
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="torchstone-ranks-") as name:
-        launch = _Launch(
-            folder=Path(name), call=_pickled(call), world_size=world_size, port=store.port,
-            lifetime=timeout + ABANDONED, backend=backend, preload=tuple(preload), environment=dict(os.environ),
+    with tempfile.TemporaryDirectory(prefix="torchstone-ranks-") as folder:
+        spec = _LaunchSpec(
+            folder=Path(folder), call=_pickle_call(call), world_size=world_size, port=store.port,
+            lifetime=timeout + ORPHAN_SECONDS, backend=backend, preload=tuple(preload), environment=dict(os.environ),
             rewrite_asserts=any(type(finder).__name__ == "AssertionRewritingHook" for finder in sys.meta_path),
         )  # fmt: skip
         ranks: list[_Rank] = []
         try:
             for number in range(world_size):
-                process = context.Process(target=_rank_main, args=(launch, number), name=f"rank {number}")
+                process = context.Process(target=_rank_main, args=(spec, number), name=f"rank {number}")
                 process.start()
-                ranks.append(_Rank(number, launch.folder, process))
-            hung = _watch(ranks, timeout)
+                ranks.append(_Rank(number, spec.folder, process))
+            has_hung = _wait_for_ranks(ranks, timeout)
         finally:
             for rank in ranks:
-                _end(rank)
-        _show_output(ranks)
-        return _verdict(ranks, timeout if hung else None)
+                rank.kill()
+        for rank in ranks:
+            if output := rank.read("output"):
+                sys.stdout.write(f"output of rank {rank.number}:\n{output.rstrip()}\n")
+        if has_hung:
+            raise RankFailure(_describe_hang(ranks, timeout))
+        return _results(ranks)
 
 
-def _pickled(call: functools.partial[Any]) -> bytes:
+def _pickle_call(call: functools.partial[Any]) -> bytes:
     try:
         return pickle.dumps(call)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         parts = {getattr(call.func, "__qualname__", repr(call.func)): call.func}
         parts |= {f"argument {number}": value for number, value in enumerate(call.args)} | call.keywords
-        found = next((f"{name} ({type(value).__name__})" for name, value in parts.items() if not _pickles(value)), "")
+        culprits = [f"{name} ({type(value).__name__})" for name, value in parts.items() if not _is_picklable(value)]
         raise UsageError(
-            f"{found} cannot be sent to the ranks: {error}",
-            "ranks get functions of importable modules, and values that pickle can write",
+            f"{', '.join(culprits)} cannot be sent to the ranks: {error}",
+            "use functions of importable modules and picklable values",
         ) from error
 
 
-def _pickles(value: Any) -> bool:
+def _is_picklable(value: Any) -> bool:
     try:
         pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError):
@@ -304,225 +313,196 @@ def _pickles(value: Any) -> bool:
     return True
 
 
-def _watch(ranks: Sequence[_Rank], timeout: float) -> bool:
-    """Until all ranks have ended, or a failure's grace is over; whether it was a hang."""
-    deadline, failing = time.monotonic() + timeout, False
+def _wait_for_ranks(ranks: Sequence[_Rank], timeout: float) -> bool:
+    """Waits until all ranks have exited, or the grace period after a failure is over. Returns whether it was a hang."""
+    deadline, has_failed = time.monotonic() + timeout, False
     running = list(ranks)
     while running:
         wait([rank.process.sentinel for rank in running], max(0.0, deadline - time.monotonic()))
         for rank in [rank for rank in running if not rank.process.is_alive()]:
             running.remove(rank)
-            rank.note_end()
-            rank.find_report()
-            if rank.failed_at is not None and not failing:
-                failing, deadline = True, min(deadline, time.monotonic() + GRACE)
+            rank.join()
+            if rank.failure_time is not None and not has_failed:
+                has_failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
         if running and time.monotonic() >= deadline:
-            if not failing:
+            if not has_failed:
                 _dump_stacks(running)
-            return not failing
+            return not has_failed
     return False
 
 
 def _dump_stacks(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
-        _send(rank, STACK_SIGNAL)
-    last: list[str] = []
-    until = time.monotonic() + DUMP
-    while time.monotonic() < until:
+        # A rank may exit between the two lines.
+        if rank.process.is_alive() and rank.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, STACK_SIGNAL)
+    previous: list[str] = []
+    deadline = time.monotonic() + STACK_SECONDS
+    while time.monotonic() < deadline:
         time.sleep(0.2)
         stacks = [rank.read("stack") for rank in ranks]
-        # Written in pieces by a signal handler: complete when nothing more is coming.
-        if all(stacks) and stacks == last:
+        # The signal handler writes line by line: a stack is complete when it no longer grows.
+        if all(stacks) and stacks == previous:
             break
-        last = stacks
+        previous = stacks
     for rank in ranks:
         rank.stack = rank.read("stack") or "no stack: the process did not answer the signal\n"
 
 
-def _send(rank: _Rank, number: signal.Signals) -> None:
-    if rank.process.is_alive() and rank.process.pid is not None:
-        # Between the two lines it may have ended.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, number)
-
-
-def _end(rank: _Rank) -> None:
-    """Ends the rank if it still runs, and what it started and left behind: they are a process group of their own."""
-    if rank.exit_code is None:
-        rank.was_ended = True
-        rank.process.kill()
-        rank.note_end()
-        rank.find_report()
-    assert rank.process.pid is not None
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(rank.process.pid, signal.SIGKILL)
-    rank.process.close()
-
-
-def _show_output(ranks: Iterable[_Rank]) -> None:
-    for rank in ranks:
-        said = rank.read("output")
-        if said:
-            sys.stdout.write(f"rank {rank.number} printed:\n{said.rstrip()}\n")
-
-
-def _verdict(ranks: Sequence[_Rank], hung_after: float | None) -> list[Any]:
+def _results(ranks: Sequence[_Rank]) -> list[Any]:
     __tracebackhide__ = True
-    if hung_after is not None:
-        raise RankFailure(_describe_hang(ranks, hung_after))
-    if any(rank.failed_at is not None for rank in ranks):
+    if any(rank.failure_time is not None for rank in ranks):
         raise RankFailure(_describe_failures(ranks))
     reports = [rank.report for rank in ranks if rank.report is not None]
     assert len(reports) == len(ranks)
-    for report in reports:
-        if report.outcome == "skipped":
-            _pytest_outcome("skip", report.text)
-    for report in reports:
-        if report.outcome == "xfailed":
-            _pytest_outcome("xfail", report.text)
+    for outcome, name in (("skipped", "skip"), ("xfailed", "xfail")):
+        reason = next((report.text for report in reports if report.outcome == outcome), None)
+        if reason is not None:
+            if find_spec("pytest") is None:
+                raise unittest.SkipTest(reason)
+            getattr(import_module("pytest"), name)(reason)
     return [pickle.loads(report.pickled) for report in reports]
 
 
-def _pytest_outcome(name: str, reason: str) -> None:
-    __tracebackhide__ = True
-    if find_spec("pytest") is None:
-        raise unittest.SkipTest(reason)
-    getattr(import_module("pytest"), name)(reason)
-
-
 def _describe_failures(ranks: Sequence[_Rank]) -> str:
-    failed = sorted((rank.failed_at, rank.number) for rank in ranks if rank.failed_at is not None)
-    # Thirty-two ranks that fail alike are read once, though their objects lie at different addresses.
-    alike: dict[str, list[int]] = {}
-    for _, number in failed:
-        alike.setdefault(re.sub(r" at 0x[0-9a-f]+", "", ranks[number].trouble), []).append(number)
+    failures = sorted((rank.failure_time, rank.number) for rank in ranks if rank.failure_time is not None)
+    # Ranks that fail alike are shown once, although their objects have different addresses.
+    groups: dict[str, list[int]] = {}
+    for _, number in failures:
+        groups.setdefault(re.sub(r" at 0x[0-9a-f]+", "", ranks[number].failure_text), []).append(number)
     parts = []
-    for place, numbers in enumerate(alike.values()):
-        trouble = ranks[numbers[0]].trouble.rstrip()
-        first = "" if place > 0 or len(failed) == 1 else " first" if len(numbers) == 1 else f", rank {numbers[0]} first"
-        parts.append(f"{_named(numbers)} of {len(ranks)} failed{first}:\n{trouble}")
-    ended = [rank.number for rank in ranks if rank.was_ended and rank.failed_at is None]
-    if ended:
-        parts.append(f"{_named(ended)} still ran {GRACE:g} s later, and {'were' if len(ended) > 1 else 'was'} ended")
+    for index, numbers in enumerate(groups.values()):
+        first = ""
+        if index == 0 and len(failures) > 1:
+            first = " first" if len(numbers) == 1 else f", rank {numbers[0]} first"
+        parts.append(f"{_list_ranks(numbers)} of {len(ranks)} failed{first}:\n{ranks[numbers[0]].failure_text}")
+    killed = [rank.number for rank in ranks if rank.was_killed and rank.failure_time is None]
+    if killed:
+        verb = "were" if len(killed) > 1 else "was"
+        parts.append(f"{_list_ranks(killed)} {verb} still running {GRACE_SECONDS:g} s later and {verb} killed")
     return "\n\n".join(parts)
 
 
 def _describe_hang(ranks: Sequence[_Rank], timeout: float) -> str:
-    running = [rank for rank in ranks if rank.was_ended]
-    # Who has returned is waiting for the others, who are the ones to look at.
+    running = [rank for rank in ranks if rank.was_killed]
+    # Ranks that have returned wait for the others, so the others come first.
     running.sort(key=lambda rank: rank.report is not None)
-    parts = [f"{_named([rank.number for rank in running])} of {len(ranks)} still ran after {timeout:g} s"]
+    verb = "were" if len(running) > 1 else "was"
+    numbers = [rank.number for rank in running]
+    parts = [f"{_list_ranks(numbers)} of {len(ranks)} {verb} still running after {timeout:g} s"]
     for rank in running:
-        done = f", which had {rank.report.outcome} and was waiting for the others" if rank.report else ""
-        parts.append(f"the stack of rank {rank.number}{done}:\n{rank.stack.rstrip()}")
+        state = f", which has {rank.report.outcome} and waits for the others" if rank.report else ""
+        parts.append(f"the stack of rank {rank.number}{state}:\n{rank.stack.rstrip()}")
     return "\n\n".join(parts)
 
 
-def _named(numbers: Sequence[int]) -> str:
+def _list_ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-# From here on: what runs on a rank.
+# The rest runs on the ranks.
 
 
-def _rank_main(launch: _Launch, rank: int) -> None:
+def _rank_main(spec: _LaunchSpec, rank: int) -> None:
     os.setpgid(0, 0)
-    _redirect(launch, rank)
+    _redirect_output(spec, rank)
     try:
-        store = _join(launch, rank)
-        report = _Report("returned", time.monotonic(), pickle.dumps(_call(launch)))
+        store = _join_group(spec, rank)
+        report = _Report("returned", time.monotonic(), pickle.dumps(_call(spec)))
     except BaseException as error:
-        report = _report_of(error)
-    _write(report, launch.folder / f"{rank}.report")
+        report = _report_error(error)
+    _write_report(report, spec.folder / f"{rank}.report")
     if report.outcome == "raised":
-        # At once, and without the clean-up that waits for ranks that wait for this one.
+        # Exit at once: the usual clean-up would wait for ranks that wait for this one.
         sys.stdout.flush()
         os._exit(1)
-    _leave(launch, store)
+    _exit_together(spec, store)
 
 
-def _redirect(launch: _Launch, rank: int) -> None:
-    """Output to a file, where a test's capture finds it whole; stacks to another, even out of a blocked C call."""
-    output = open(launch.folder / f"{rank}.output", "a", buffering=1)  # noqa: SIM115
+def _redirect_output(spec: _LaunchSpec, rank: int) -> None:
+    """Output goes to one file, stacks to another. faulthandler writes stacks even during a blocked C call."""
+    output = open(spec.folder / f"{rank}.output", "a", buffering=1)  # noqa: SIM115
     sys.stdout = sys.stderr = output
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    stack = open(launch.folder / f"{rank}.stack", "w")  # noqa: SIM115
-    faulthandler.enable(output)
-    faulthandler.register(STACK_SIGNAL, stack)
-    faulthandler.dump_traceback_later(launch.lifetime, exit=True, file=output)
-    # Open as long as the process: the handler keeps the number of the file and not the file.
-    _redirect.files = (output, stack)  # type: ignore[attr-defined]
+    # Separate descriptors: the function under test may redirect or close the others.
+    crash_fd = os.dup(output.fileno())
+    stack_fd = os.open(spec.folder / f"{rank}.stack", os.O_WRONLY | os.O_CREAT, 0o600)
+    faulthandler.enable(crash_fd)
+    faulthandler.register(STACK_SIGNAL, stack_fd)
+    faulthandler.dump_traceback_later(spec.lifetime, exit=True, file=crash_fd)
 
 
-def _join(launch: _Launch, rank: int) -> dist.Store:
-    # The forkserver has the variables of the time it was started.
+def _join_group(spec: _LaunchSpec, rank: int) -> dist.Store:
+    # The forkserver has the environment of the time it was started.
     os.environ.clear()
-    os.environ.update(QUICK_LOOKUP | launch.environment | _torchrun_variables(launch, rank))
+    os.environ.update(FAST_DNS | spec.environment | _torchrun_variables(spec, rank))
     torch.set_num_threads(1)
-    # Longer than the launch may take, so that a hang is the launcher's to describe.
-    patience = timedelta(seconds=launch.lifetime)
-    store = dist.TCPStore(HOST, launch.port, is_master=False, timeout=patience)
-    if launch.backend is not None:
-        dist.init_process_group(launch.backend, store=store, rank=rank, world_size=launch.world_size, timeout=patience)
+    # Longer than the launch may take, so that the launching process reports a hang first.
+    timeout = timedelta(seconds=spec.lifetime)
+    store = dist.TCPStore(HOST, spec.port, is_master=False, timeout=timeout)
+    if spec.backend is not None:
+        dist.init_process_group(spec.backend, store=store, rank=rank, world_size=spec.world_size, timeout=timeout)
     return store
 
 
-def _torchrun_variables(launch: _Launch, rank: int) -> dict[str, str]:
+def _torchrun_variables(spec: _LaunchSpec, rank: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(launch.world_size),
-        "LOCAL_WORLD_SIZE": str(launch.world_size),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.world_size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(launch.port),
-        # The store is served already: rank 0 of an env:// group connects to it like the others.
+        "MASTER_PORT": str(spec.port),
+        # The store is already served: rank 0 of an env:// group connects to it like the others.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
     }
 
 
-def _call(launch: _Launch) -> Any:
-    if launch.rewrite_asserts:
+def _call(spec: _LaunchSpec) -> Any:
+    if spec.rewrite_asserts:
         _rewrite_asserts()
-    for module in launch.preload:
+    for module in spec.preload:
         import_module(module)
-    return pickle.loads(launch.call)()
+    return pickle.loads(spec.call)()
 
 
 def _rewrite_asserts() -> None:
-    """The import hook that pytest gives its own process, so that a failed assert says its values on a rank too."""
+    """Installs pytest's import hook, so that a failed assert shows its values on a rank too."""
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
     install_importhook(get_config())
 
 
-def _report_of(error: BaseException) -> _Report:
-    at = time.monotonic()
+def _report_error(error: BaseException) -> _Report:
+    now = time.monotonic()
     pytest = sys.modules.get("pytest")
     if isinstance(error, unittest.SkipTest) or (pytest and isinstance(error, pytest.skip.Exception)):
-        return _Report("skipped", at, text=str(error))
+        return _Report("skipped", now, text=str(error))
     if pytest and isinstance(error, pytest.xfail.Exception):
-        return _Report("xfailed", at, text=str(error))
+        return _Report("xfailed", now, text=str(error))
+    # Without the frames of this module.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    return _Report("raised", at, text="".join(traceback.format_exception(type(error), error, trace)))
+    return _Report("raised", now, text="".join(traceback.format_exception(type(error), error, trace)))
 
 
-def _write(report: _Report, path: Path) -> None:
+def _write_report(report: _Report, path: Path) -> None:
     part = path.with_suffix(".part")
     part.write_bytes(pickle.dumps(report))
     part.replace(path)
 
 
-def _leave(launch: _Launch, store: dist.Store) -> None:
-    """Together: a rank that goes while another still reads from it would be an error there."""
-    if store.add("torchstone/done", 1) == launch.world_size:
-        store.set("torchstone/leave", "")
-    store.wait(["torchstone/leave"])
+def _exit_together(spec: _LaunchSpec, store: dist.Store) -> None:
+    """Waits for all ranks: one that exits while another still reads from it would cause an error there."""
+    if store.add("torchstone/done", 1) == spec.world_size:
+        store.set("torchstone/exit", "")
+    store.wait(["torchstone/exit"])
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Under srun, which is a stand-in here (stubs/srun): the tasks, their variables and their ends are as SLURM has them.
+"""Runs under srun. srun is a stub (stubs/srun) that starts tasks, sets their variables and ends them as SLURM does.
 
-With a task per rank nobody has prepared the data before the ranks start; with a task per node each is a launcher, and
-the script that `torchstone launch slurm` writes is run as slurmd would run it.
+With one task per rank, nobody has prepared the data before the ranks start. With one task per node, each task is a
+launcher, and the script of `torchstone launch slurm` runs as slurmd would run it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
+import processes
 from selection import the_rest
 from torchstone.launch.nodes import SLURM_PORTS
 from torchstone.observe.metrics import read_metrics
+from torchstone.testing import launch_procs
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 PROGRAM = [sys.executable, "-m", "torchstone.cli"]
-# Fields of a metrics line that are the run's and not the clock's.
+# Fields of a metrics line that do not depend on the clock.
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens")
 STEPS = 9
 LIMIT = 240.0
@@ -32,7 +34,7 @@ LIMIT = 240.0
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, chat_file: Path) -> Callable[..., Path]:
-    """A file for a run that takes a moment, with a cache of its own."""
+    """Writes the config of a short run with a token cache of its own."""
 
     def write(output: Path) -> Path:
         values = {
@@ -50,65 +52,62 @@ def settings(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, chat
 
 
 @pytest.fixture(scope="module")
-def whole(settings: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, started by us on one machine."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    words = [*PROGRAM, "train", str(settings(folder)), "--nproc", "2"]
-    subprocess.run(words, capture_output=True, env=environment(), timeout=LIMIT, check=True)
+def reference(settings: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run as two ranks without srun."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    launch_procs(processes.train, 2, json.loads(settings(folder).read_text()), timeout=LIMIT)
     return folder
 
 
-def test_a_task_per_rank_trains_as_our_own_workers_and_one_of_them_prepares_the_data(
-    settings: Callable[..., Path], whole: Path, tmp_path: Path
+def test_with_a_task_per_rank_one_rank_prepares_the_data_and_the_run_equals_one_without_srun(
+    settings: Callable[..., Path], reference: Path, tmp_path: Path
 ) -> None:
-    words = ["srun", "--nodes=1", "--ntasks-per-node=2", *PROGRAM, "train", str(settings(tmp_path / "run"))]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=LIMIT, check=False)
-    assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
-    built = [number for number, line in enumerate(said) if line.startswith("tokenizing ")]
-    used = [number for number, line in enumerate(said) if line.startswith("using the tokenized ")]
-    opened = [number for number, line in enumerate(said) if line.startswith("GPU0:INFO | ")]
-    assert (len(built), len(used)) == (1, 1)
-    # The first line with a rank's name is of a rank that has met the others.
-    assert max(built + used) < min(opened)
-    assert_same_run(tmp_path / "run", whole)
+    command = ["srun", "--nodes=1", "--ntasks-per-node=2", *PROGRAM, "train", str(settings(tmp_path / "run"))]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=LIMIT, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stderr.splitlines()
+    tokenizing = [number for number, line in enumerate(lines) if line.startswith("tokenizing ")]
+    training = [number for number, line in enumerate(lines) if line.startswith("GPU0:INFO | ")]
+    # The first line with the name of a rank comes after the process group has formed.
+    assert len(tokenizing) == 1
+    assert tokenizing[0] < training[0]
+    assert_same_run(tmp_path / "run", reference)
     assert f"Step [{STEPS}/{STEPS}]" in (tmp_path / "run/logs/rank-1.log").read_text()
 
 
 @the_rest
-def test_the_script_for_slurm_saves_requeues_itself_and_goes_on_exactly(
-    settings: Callable[..., Path], whole: Path, tmp_path: Path
+def test_the_slurm_script_saves_requeues_itself_and_continues_exactly(
+    settings: Callable[..., Path], reference: Path, tmp_path: Path
 ) -> None:
-    """Two nodes with a launcher each; every launcher gets the signal that SLURM sends before the time is over."""
+    """Two nodes with a launcher each. Every launcher gets the signal that SLURM sends before the time limit."""
     (tmp_path / "scontrol").write_text('#!/bin/bash\necho "$*" >> requeued\n')
     (tmp_path / "scontrol").chmod(0o755)
-    words = [*PROGRAM, "launch", "slurm", str(settings(tmp_path / "run")), "--program", " ".join(PROGRAM)]
-    words += ["--nodes", "2", "--gpus-per-node", "0", "--output", "job.sbatch"]
-    subprocess.run(words, cwd=tmp_path, env=environment(), timeout=LIMIT, check=True)
+    command = [*PROGRAM, "launch", "slurm", str(settings(tmp_path / "run")), "--program", " ".join(PROGRAM)]
+    command += ["--nodes", "2", "--gpus-per-node", "0", "--output", "job.sbatch"]
+    subprocess.run(command, cwd=tmp_path, env=environment(), timeout=LIMIT, check=True)
     job = str(free_job())
-    # What sbatch gives the script.
+    # The variables that sbatch sets for the script.
     batch = {"SLURM_JOB_ID": job, "SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1"}
     batch |= {"PATH": f"{tmp_path}:{environment()['PATH']}"}
     faults = [[rank, "computing step 5", "launcher SIGTERM", 1] for rank in range(2)]
 
-    path = os.pathsep.join([str(HERE / "planted"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    planted = {"PYTHONPATH": path, "PLANTED": json.dumps(faults)}
-    code, said = slurmd(tmp_path, batch | planted)
-    assert "srun: the tasks ended with [75, 75]" in said
-    assert code == 0, said
+    path = os.pathsep.join([str(FOLDER / "inject"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code, output = slurmd(tmp_path, batch | {"PYTHONPATH": path, "INJECT_FAULTS": json.dumps(faults)})
+    assert "srun: the tasks ended with [75, 75]" in output
+    assert code == 0, output
     assert (tmp_path / "requeued").read_text() == f"requeue incomplete {job}\n"
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1] == "step-00000005"
 
-    code, said = slurmd(tmp_path, batch | {"SLURM_RESTART_COUNT": "1"})
-    assert "srun: the tasks ended with [0, 0]" in said
-    assert code == 0, said
-    assert "step-00000005 (step 5, " in said
+    code, output = slurmd(tmp_path, batch | {"SLURM_RESTART_COUNT": "1"})
+    assert "srun: the tasks ended with [0, 0]" in output
+    assert code == 0, output
+    assert "step-00000005 (step 5, " in output
     assert (tmp_path / "requeued").read_text().count("\n") == 1
-    assert_same_run(tmp_path / "run", whole)
+    assert_same_run(tmp_path / "run", reference)
 
 
-def test_signals_until_the_very_end_do_not_change_a_launchers_exit_code(tmp_path: Path) -> None:
-    """srun has the other nodes get SIGTERM as soon as one has ended with 75, while they are about to do the same."""
+def test_signals_until_the_very_end_do_not_change_the_exit_code_of_a_launcher(tmp_path: Path) -> None:
+    """As soon as one node has ended with 75, srun sends SIGTERM to the others, which are about to end with 75 too."""
     worker = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("asked").touch())
@@ -117,8 +116,10 @@ while not pathlib.Path("asked").exists():
     time.sleep(0.01)
 sys.exit(75)
 """
-    script = "import sys; from torchstone.launch.local import Launch, run_workers\n"
-    script += f"sys.exit(run_workers(Launch([sys.executable, '-S', '-E', '-c', {worker!r}], 1), last=True))"
+    script = (
+        "import sys; from torchstone.launch.local import run_workers\nfrom torchstone.launch.plan import LaunchPlan\n"
+    )
+    script += f"sys.exit(run_workers(LaunchPlan(1), [sys.executable, '-S', '-E', '-c', {worker!r}], exits_after=True))"
     launcher = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment())
     end = time.monotonic() + LIMIT
     while launcher.poll() is None and time.monotonic() < end:
@@ -129,43 +130,46 @@ sys.exit(75)
     assert launcher.wait() == 75
 
 
-def slurmd(folder: Path, more: dict[str, str]) -> tuple[int, str]:
-    """The script as slurmd runs it; its exit code and its output."""
-    done = subprocess.run(
-        ["bash", "job.sbatch"], cwd=folder, env=environment() | more, capture_output=True, text=True, timeout=LIMIT,
-        check=False,
+def slurmd(folder: Path, variables: dict[str, str]) -> tuple[int, str]:
+    """Runs the script as slurmd does; returns its exit code and its output."""
+    result = subprocess.run(
+        ["bash", "job.sbatch"], cwd=folder, env=environment() | variables, capture_output=True, text=True,
+        timeout=LIMIT, check=False,
     )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+    return result.returncode, result.stdout + result.stderr
 
 
 def environment() -> dict[str, str]:
-    """A shell's, in which `srun` is the stand-in and `torchstone` what is tested."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "GLOO_"))}
-    path = [str(HERE / "stubs"), str(Path(sys.executable).parent), kept["PATH"]]
-    return kept | {"OMP_NUM_THREADS": "1", "PATH": os.pathsep.join(path), "SLURM_JOB_ID": str(free_job())}
+    """The environment of a shell in which `srun` is the stub."""
+    values = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "GLOO_"))}
+    path = [str(FOLDER / "stubs"), str(Path(sys.executable).parent), values["PATH"]]
+    return values | {"OMP_NUM_THREADS": "1", "PATH": os.pathsep.join(path), "SLURM_JOB_ID": str(free_job())}
 
 
 def free_job() -> int:
-    """A number whose port nobody uses."""
+    """A job number whose port is free."""
     for job in range(os.getpid() % 1000, len(SLURM_PORTS)):
         with socket.socket() as probe:
-            if probe.connect_ex(("localhost", SLURM_PORTS[job])):
-                return job
+            try:
+                probe.bind(("", SLURM_PORTS[job]))
+            except OSError:
+                continue
+            return job
     raise AssertionError("all ports are in use")
 
 
-def trace(folder: Path) -> list[dict[str, Any]]:
+def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{key: line.get(key) for key in EXACT} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def state(folder: Path) -> dict[str, bytes]:
-    """Weights, moments and random states of every rank."""
+    """The weights, moments and random states of every rank."""
     files = sorted((folder / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"))
     assert len(files) == 6
     return {file.name: file.read_bytes() for file in files}
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    assert [line["step"] for line in trace(a)] == list(range(1, STEPS + 1))
-    assert trace(a) == trace(b)
+    assert [line["step"] for line in metrics(a)] == list(range(1, STEPS + 1))
+    assert metrics(a) == metrics(b)
     assert state(a) == state(b)

@@ -27,10 +27,10 @@ code=0
 srun --kill-on-bad-exit=1 --wait=0 --cpus-per-task=96 \
     python -m torchstone.cli train 'my runs/it'"'"'s.yaml' --gpus all --max-restarts 3 --training.max_steps 100 --output-dir '$(HOME) $$; rm -rf *' || code=$?
 
-# 75: saved, and the same command goes on. A cancelled job is not requeued.
+# 75: saved, and the same command continues. A cancelled job is not requeued.
 if [ "$code" -eq 75 ]; then
     if [ "${SLURM_RESTART_COUNT:-0}" -ge 7 ]; then
-        echo "saved, but not requeued again: that was done 7 times" >&2
+        echo "saved, but not requeued: already requeued 7 times" >&2
     elif scontrol requeue incomplete "$SLURM_JOB_ID"; then
         exit 0
     fi

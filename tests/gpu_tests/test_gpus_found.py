@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torchstone.launch.gpus import choose, found
+from torchstone.launch.gpus import choose, visible_gpus
 
 
 def test_what_is_found_is_what_torch_sees() -> None:
-    devices = found()
+    devices = visible_gpus()
     assert len(devices) == torch.cuda.device_count()
     assert [gpu.name for gpu in devices] == [torch.cuda.get_device_name(number) for number in range(len(devices))]
     for number, gpu in enumerate(devices):
@@ -20,5 +20,5 @@ def test_what_is_found_is_what_torch_sees() -> None:
 
 
 def test_the_least_loaded_is_one_of_them() -> None:
-    (gpu,) = choose("auto", found())
-    assert gpu.uuid in [other.uuid for other in found()]
+    (gpu,) = choose("auto", visible_gpus())
+    assert gpu.uuid in [other.uuid for other in visible_gpus()]

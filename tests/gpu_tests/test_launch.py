@@ -32,71 +32,71 @@ def scripts(folder: Path) -> Path:
     return folder
 
 
-def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
+def run(folder: Path, *args: str, **variables: str) -> tuple[int, str]:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("GPU_RANK", "CUDA_VISIBLE_DEVICES")
     }
     # The interpreter of the tests, which need not be the first on the path.
     environment |= {"PYTHON": sys.executable, **variables}
-    done = subprocess.run(
-        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    result = subprocess.run(
+        args, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         timeout=300,
     )  # fmt: skip
-    sys.stdout.write(f"$ {' '.join(words)}\n{done.stdout}(exit code {done.returncode})\n")
-    return done.returncode, done.stdout
+    sys.stdout.write(f"$ {' '.join(args)}\n{result.stdout}(exit code {result.returncode})\n")
+    return result.returncode, result.stdout
 
 
 def test_all_gpus_show_their_lines(scripts: Path) -> None:
-    code, said = run(scripts, "bash", "run_training.sh", "--debug")
+    code, output = run(scripts, "bash", "run_training.sh", "--debug")
     assert code == 0
-    assert len(re.findall(LINE, said)) >= 10
+    assert len(re.findall(LINE, output)) >= 10
     assert (scripts / ".checkpoints/logs/rank-0.log").is_file()
     assert len(list((scripts / ".checkpoints/checkpoints").glob("step-*"))) == 2
 
 
-@pytest.mark.parametrize("words", [("./train_gpu.sh", "0"), ("./train_auto_gpu.sh",)])
-def test_one_gpu(scripts: Path, words: tuple[str, ...]) -> None:
-    code, said = run(scripts, *words, "--debug", "--training.precision", "bf16")
+@pytest.mark.parametrize("args", [("./train_gpu.sh", "0"), ("./train_auto_gpu.sh",)])
+def test_one_gpu(scripts: Path, args: tuple[str, ...]) -> None:
+    code, output = run(scripts, *args, "--debug", "--training.precision", "bf16")
     assert code == 0
-    assert len(re.findall(LINE, said)) == 10
-    assert "on cuda:0" in said
-    assert ("Using GPU 0 (lowest utilization)" in said) == (words == ("./train_auto_gpu.sh",))
+    assert len(re.findall(LINE, output)) == 10
+    assert "on cuda:0" in output
+    assert ("Using GPU 0 (lowest utilization)" in output) == (args == ("./train_auto_gpu.sh",))
 
 
 def test_the_file_for_one_gpu_works_as_printed(scripts: Path) -> None:
     file = {"system": {"device": "cuda", "device_id": 0}, "training": {"batch_size": 4, "grad_accum_nums": 8}}
     (scripts / "single_gpu.json").write_text(json.dumps(file))
     command = [sys.executable, "pretrain_main.py", "--debug", "--config", "single_gpu.json", "--max-steps", "2"]
-    code, said = run(scripts, *command, CUDA_VISIBLE_DEVICES="0")
+    code, output = run(scripts, *command, CUDA_VISIBLE_DEVICES="0")
     assert code == 0
-    assert "of 32 samples, micro-batches of 4 rows, on cuda:0" in said
+    assert "of 32 samples, micro-batches of 4 rows, on cuda:0" in output
 
 
 def test_a_worker_killed_in_the_middle_ends_the_run_and_leaves_the_gpu(scripts: Path, tmp_path: Path) -> None:
-    planted = {
-        "PLANTED": json.dumps([[0, "computing step 7", "SIGKILL", 1]]),
-        "PLANTED_AT": str(tmp_path / "at"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/faults/planted"), os.environ.get("PYTHONPATH", "")]),
+    variables = {
+        "INJECT_FAULTS": json.dumps([[0, "computing step 7", "SIGKILL", 1]]),
+        "INJECT_TIME": str(tmp_path / "at"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/faults/inject"), os.environ.get("PYTHONPATH", "")]),
     }
-    code, said = run(scripts, "bash", "run_training.sh", "--debug", "--max-steps", "20", **planted)
+    code, output = run(scripts, "bash", "run_training.sh", "--debug", "--max-steps", "20", **variables)
     after = time.monotonic() - float((tmp_path / "at").read_text())
     assert code == 7
-    assert said.rstrip().endswith(
+    assert output.rstrip().endswith(
         "error: rank 0 failed first, while computing step 7: was killed by SIGKILL\n"
         "  its log: .checkpoints/logs/rank-0.log"
     )
     assert after < 5
     # And the same again, where it may be started again.
-    code, said = run(
-        scripts, "bash", "run_training.sh", "--debug", "--max-steps", "20", "--max-restarts", "1", **planted
+    code, output = run(
+        scripts, "bash", "run_training.sh", "--debug", "--max-steps", "20", "--max-restarts", "1", **variables
     )
     assert code == 0
-    assert "going on from .checkpoints/checkpoints/step-00000005" in said
-    assert "restart 1 of 1, from the last whole checkpoint" in said
-    assert len(re.findall(r"Step \[6/20\]", said)) == 2
+    assert "resuming from .checkpoints/checkpoints/step-00000005" in output
+    assert "restart 1 of 1, from the last complete checkpoint" in output
+    assert len(re.findall(r"Step \[6/20\]", output)) == 2
 
 
 def test_the_doctor_measures_nccl(tmp_path: Path) -> None:
-    code, said = run(tmp_path, sys.executable, "-m", "torchstone.cli", "doctor", "--gpus", "all")
+    code, output = run(tmp_path, sys.executable, "-m", "torchstone.cli", "doctor", "--gpus", "all")
     assert code == 0
-    assert re.search(r"collectives: ok, \d+ ranks? over nccl", said)
+    assert re.search(r"collectives: ok, \d+ ranks? over nccl", output)

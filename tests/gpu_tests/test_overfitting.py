@@ -1,4 +1,4 @@
-"""On a GPU: one sample is learned by heart, and the loss is the one Transformers computes."""
+"""On a GPU: a model overfits one sample and a small batch, and its loss is Transformers' loss."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import pytest
 import torch
 
 from torchstone import api
+from torchstone.checkpoint.model_folder import load_model
 from torchstone.config import load_config
 from torchstone.data.collate import collate
-from torchstone.data.encode import Encoded
+from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
-from torchstone.models.opening import load_model
 from torchstone.observe.metrics import read_metrics
-from torchstone.parallel.running import Runner
-from torchstone.training.step import backward
+from torchstone.parallel.runner import Runner
+from torchstone.training.step import compute_gradients
 
 Settings = Callable[..., dict[str, Any]]
 CUDA = torch.device("cuda")
 
 
-def some_sequences() -> list[Encoded]:
+def make_sequences() -> list[TokenSequence]:
     rng = np.random.default_rng(0)
-    found = []
+    sequences = []
     for size in (17, 5, 30, 12):
         ids = rng.integers(0, 448, size)
-        found.append(Encoded(ids, np.where(rng.random(size) < 0.7, ids, -100)))
-    return found
+        sequences.append(TokenSequence(ids, np.where(rng.random(size) < 0.7, ids, -100)))
+    return sequences
 
 
-def step_batch(sequences: list[Encoded]) -> StepBatch:
+def make_step_batch(sequences: list[TokenSequence]) -> StepBatch:
     micro_batches = [collate([[sequence]], pad_id=0) for sequence in sequences]
     count = sum(int((batch.labels != -100).sum()) for batch in micro_batches)
     return StepBatch(micro_batches, len(sequences), 0, count, 0, 0)
@@ -58,23 +58,24 @@ class TestSingleSampleOverfitting:
         """Our sum over the global count against Transformers' own loss, one sequence at a time."""
         from transformers import AutoModelForCausalLM
 
-        theirs = AutoModelForCausalLM.from_pretrained(str(llama_dir), dtype=torch.float32).to(CUDA)
-        ours = Runner(load_model(llama_dir, CUDA), CUDA, packed=False)
-        for sequence in some_sequences():
+        reference = AutoModelForCausalLM.from_pretrained(str(llama_dir), dtype=torch.float32).to(CUDA)
+        runner = Runner(load_model(llama_dir, CUDA), CUDA, packed=False)
+        for sequence in make_sequences():
             ids = torch.tensor(sequence.ids)[None].to(CUDA)
-            standard = theirs(ids, labels=torch.tensor(sequence.labels)[None].to(CUDA)).loss.item()
-            assert backward(ours, step_batch([sequence]), 1).loss == pytest.approx(standard, rel=1e-3, abs=1e-4)
+            expected = reference(ids, labels=torch.tensor(sequence.labels)[None].to(CUDA)).loss.item()
+            loss = compute_gradients(runner, make_step_batch([sequence]), 1).loss
+            assert loss == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
     def test_loss_scaling_with_world_size(self, llama_dir: Path) -> None:
         """At world size 1 the scaled loss is the per-token mean over the whole batch, not a mean of means."""
-        ours = Runner(load_model(llama_dir, CUDA), CUDA, packed=False)
-        sequences = some_sequences()
+        runner = Runner(load_model(llama_dir, CUDA), CUDA, packed=False)
+        sequences = make_sequences()
         total = tokens = 0.0
         for sequence in sequences:
-            batch = step_batch([sequence])
-            total += backward(ours, batch, 1).loss * batch.loss_tokens
+            batch = make_step_batch([sequence])
+            total += compute_gradients(runner, batch, 1).loss * batch.loss_tokens
             tokens += batch.loss_tokens
-        assert backward(ours, step_batch(sequences), 1).loss == pytest.approx(total / tokens, abs=1e-4)
+        assert compute_gradients(runner, make_step_batch(sequences), 1).loss == pytest.approx(total / tokens, abs=1e-4)
 
 
 class TestBatchOverfitting:

@@ -1,4 +1,4 @@
-"""Training on one GPU: the loop, accumulation, and a stop in the middle."""
+"""Training on one GPU: the loop, gradient accumulation, and a resumed run."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ class TestSingleGPUTraining:
         assert 0 < line["memory"] <= torch.cuda.get_device_properties(0).total_memory
 
     def test_gradient_accumulation(self, settings: Settings, tmp_path: Path) -> None:
-        found = []
+        results = []
         for size in (12, 5, 1):
             overrides = settings(
                 training__global_batch_size=12, training__batch_size=size, optim__eps=1e-4, system__device="cuda",
                 output_dir=str(tmp_path / str(size)),
             )  # fmt: skip
-            found.append(losses(overrides))
-        assert found[1] == pytest.approx(found[0], rel=1e-5)
-        assert found[2] == pytest.approx(found[0], rel=1e-5)
+            results.append(losses(overrides))
+        assert results[1] == pytest.approx(results[0], rel=1e-5)
+        assert results[2] == pytest.approx(results[0], rel=1e-5)
 
     @pytest.mark.parametrize("packing", [True, False])
-    def test_a_resumed_run_is_the_run(self, settings: Settings, tmp_path: Path, packing: bool) -> None:
+    def test_a_resumed_run_equals_an_uninterrupted_one(self, settings: Settings, tmp_path: Path, packing: bool) -> None:
         class Stop(Callback):
-            def on_step(self, run: Run, values: dict[str, Any]) -> None:
-                if values["step"] == 4:
-                    run.stop("here")
+            def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+                if metrics["step"] == 4:
+                    run.stop("step 4")
 
-        given = {"system__device": "cuda", "training__max_steps": 9, "data__packing": packing}
-        whole = settings(output_dir=str(tmp_path / "whole"), **given)
-        parts = settings(output_dir=str(tmp_path / "parts"), **given)
-        assert len(losses(parts, Stop())) == 4
-        assert losses(parts) == losses(whole)
+        changes = {"system__device": "cuda", "training__max_steps": 9, "data__packing": packing}
+        uninterrupted = settings(output_dir=str(tmp_path / "uninterrupted"), **changes)
+        resumed = settings(output_dir=str(tmp_path / "resumed"), **changes)
+        assert len(losses(resumed, Stop())) == 4
+        assert losses(resumed) == losses(uninterrupted)
         name = "checkpoints/step-00000009/model.safetensors"
-        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "uninterrupted" / name).read_bytes()

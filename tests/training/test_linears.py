@@ -1,11 +1,11 @@
-"""Matrices that several ranks share against the same matrices in one piece: outputs, and every gradient.
+"""Sharded modules against the same modules in one process: outputs and every gradient.
 
-The styles are those of `table` in parallel/tensor.py, taken from it by name and put on a bare nn.Linear, RMSNorm or
-nn.Embedding. Each rank computes its share; the shares are put together and compared with the plain module on the whole
-input. Forward passes alone would not do: a gradient that is a part on each rank, and never summed, shows in none.
+The parallel styles come from `tp_plan` in parallel/tensor.py, and are applied to a bare nn.Linear, RMSNorm or
+nn.Embedding. The ranks' shards are gathered and compared with the plain module on the full input. Gradients matter
+most: a partial gradient that is never summed does not show in a forward pass.
 
-In fp32 both may differ by 1e-6 of their norm. In bf16 the shared module may be no further from the fp32 result, for the
-same rounded weights and inputs, than twice the plain module in bf16 is: its sums are rounded once more on their way.
+In fp32 both may differ by 1e-6 of their norm. In bf16 the sharded module may be twice as far from the fp32 result, for
+the same rounded weights and inputs, as the plain module in bf16: its sums are rounded once more.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
 
-from torchstone.loss.cross_entropy import IGNORED, token_loss_sum
-from torchstone.models.decoder import Decoder, DecoderConfig, LayerKind, RMSNorm
-from torchstone.parallel.shard import shard_module
-from torchstone.parallel.tensor import SEQUENCE_DIM, Sees, table
+from selection import the_rest
+from torchstone.loss.cross_entropy import IGNORE_INDEX, token_loss_sum
+from torchstone.models.decoder import Decoder, DecoderConfig, LayerSpec, RMSNorm
+from torchstone.parallel.shard import apply_fsdp
+from torchstone.parallel.tensor import SEQUENCE_DIM, RedistributeInput, tp_plan
 from torchstone.testing import DistributedTest
 
 FP32_LIMIT = 1e-6
-# Of the plain module's own distance.
+# Relative to the plain module's own distance.
 BF16_LIMIT = 2.0
-ROWS, TOKENS, WIDTH, FEATURES, HEADS, HEAD_SIZE = 4, 8, 24, 32, 4, 6
-# The second does not divide by two or four: the last rank has fewer rows.
+ROWS, TOKENS, WIDTH, FEATURES, HEADS, HEAD_DIM = 4, 8, 24, 32, 4, 6
+# Neither two nor four divides the second: the last rank has fewer embeddings.
 VOCABULARIES = (96, 259)
-STREAMS = (Shard(SEQUENCE_DIM), Replicate())
+# Placements of the residual stream: with and without sequence parallelism.
+RESIDUALS = (Shard(SEQUENCE_DIM), Replicate())
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Around(nn.Module):
-    """What a matrix is in: the place at which the stream is put together, where it lies in shares."""
+class Block(nn.Module):
+    """A module around the sharded one, whose input is redistributed as that of `mlp` or `attention` is."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -53,274 +55,282 @@ class Around(nn.Module):
 
 
 @dataclass
-class Numbers:
-    """What a module gives for an input and a gradient of its output: all of it, from all ranks."""
+class Results:
+    """The output of a module and its gradients for one output gradient; all unsharded."""
 
     output: Tensor
     input_gradient: Tensor
     gradients: dict[str, Tensor]
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        yield "output", self.output
-        yield "input's gradient", self.input_gradient
-        yield from self.gradients.items()
+    def named(self) -> dict[str, Tensor]:
+        return {"output": self.output, "input gradient": self.input_gradient} | self.gradients
 
 
-def styles(tp: int, stream: Placement, vocabulary: int = 96, **changes: Any) -> dict[str, ParallelStyle]:
-    """The table's, by their names, for a decoder of one layer."""
+def styles(tp: int, residual: Placement, vocabulary: int = 96, **changes: Any) -> dict[str, ParallelStyle]:
+    """The tp plan of a decoder with one layer."""
     sizes: dict[str, Any] = {
-        "width": WIDTH, "heads": HEADS, "kv_heads": HEADS, "head_size": HEAD_SIZE, "mlp_width": FEATURES,
+        "width": WIDTH, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "mlp_width": FEATURES,
     }  # fmt: skip
-    config = DecoderConfig(vocab_size=vocabulary, layers=(LayerKind(),), **(sizes | changes))
+    config = DecoderConfig(vocab_size=vocabulary, layers=(LayerSpec(),), **(sizes | changes))
     with torch.device("meta"):
-        found = table(Decoder(config), tp, stream)
-    return {name.removeprefix("layers.0."): style for name, style in found.items()}
+        plan = tp_plan(Decoder(config), tp, residual)
+    return {name.removeprefix("layers.0."): style for name, style in plan.items()}
 
 
-def shared(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, around: ParallelStyle | None = None) -> Around:
-    module = Around(copy.deepcopy(module))
-    parallelize_module(module.inner, mesh, style)
-    return parallelize_module(module, mesh, around) if around is not None else module
+def parallelize(
+    module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, block_style: ParallelStyle | None = None
+) -> Block:
+    block = Block(copy.deepcopy(module))
+    parallelize_module(block.inner, mesh, style)
+    return parallelize_module(block, mesh, block_style) if block_style is not None else block
 
 
-def plainly(module: nn.Module, x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Numbers:
+def run_plain(module: nn.Module, x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Results:
     module, x = copy.deepcopy(module).to(dtype), x.to(dtype, copy=True).requires_grad_()
     output = module(x)
     output.backward(gradient.to(dtype))
-    return Numbers(output.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()})
+    return Results(output.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()})
 
 
-def on_ranks(
-    module: Around, mesh: DeviceMesh, x: Tensor, given: Placement, gradient: Tensor, taken: Placement
-) -> Numbers:
-    """As `plainly`, with an input that lies as `given` and an output that lies as `taken`."""
-    mine = share(x, mesh, given).requires_grad_()
-    output = module(mine)
-    local = output.to_local() if isinstance(output, DTensor) else output
-    local.backward(share(gradient, mesh, taken))
-    gradients = {name.removeprefix("inner."): p.grad.full_tensor() for name, p in module.named_parameters()}
-    return Numbers(whole(local.detach(), mesh, taken), whole(mine.grad, mesh, given), gradients)
+def run_sharded(
+    block: Block, mesh: DeviceMesh, x: Tensor, x_placement: Placement, gradient: Tensor, placement: Placement
+) -> Results:
+    """As `run_plain`, with an input of placement `x_placement` and an output of `placement`."""
+    local_x = shard(x, mesh, x_placement).requires_grad_()
+    output = block(local_x)
+    output = output.to_local() if isinstance(output, DTensor) else output
+    output.backward(shard(gradient, mesh, placement))
+    input_gradient = gather(local_x.grad, mesh, x_placement)
+    return Results(gather(output.detach(), mesh, placement), input_gradient, full_gradients(block))
 
 
-def share(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+def full_gradients(block: Block) -> dict[str, Tensor]:
+    return {name.removeprefix("inner."): p.grad.full_tensor() for name, p in block.named_parameters()}
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     return distribute_tensor(tensor.detach(), mesh, [placement]).to_local().clone()
 
 
-def whole(local: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+def gather(local: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     return DTensor.from_local(local, mesh, [placement], run_check=False).full_tensor()
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def distance(ours: Tensor, expected: Tensor) -> float:
+    return ((ours.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def check(found: Numbers, module: nn.Module, x: Tensor, gradient: Tensor, dtype: torch.dtype, case: str) -> None:
-    """Every number against the plain module's, within the limit of its type."""
-    exact = dict(plainly(module, x, gradient, torch.float32).named())
-    plain = dict(plainly(module, x, gradient, dtype).named())
-    names = [name for name, _ in found.named()]
-    assert names == list(plain), case
-    for name, tensor in found.named():
-        assert exact[name].norm() > 0.1, f"{case}: {name} says nothing"
-        off, limit = distance(tensor, exact[name]), FP32_LIMIT
+def check(results: Results, module: nn.Module, x: Tensor, gradient: Tensor, dtype: torch.dtype, case: str) -> None:
+    """Compares every tensor with the plain module's, within the limit of its dtype."""
+    exact = run_plain(module, x, gradient, torch.float32).named()
+    plain = run_plain(module, x, gradient, dtype).named()
+    assert results.named().keys() == plain.keys(), case
+    for name, tensor in results.named().items():
+        assert exact[name].norm() > 0.1, f"{case}: {name} is almost zero"
+        limit = FP32_LIMIT
         if dtype == torch.bfloat16:
             limit = BF16_LIMIT * distance(plain[name], exact[name])
             assert limit > 1e-4, f"{case}: the plain {name} is not rounded"
-        assert off <= limit, f"{case}: {name} is {off:.2e} off, the limit is {limit:.2e}"
+        assert distance(tensor, exact[name]) <= limit, f"{case}: {name}"
 
 
-def drawn(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Numbers that `dtype` holds exactly, the same on all ranks."""
+def random_tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """fp32 values that `dtype` holds exactly, the same on all ranks."""
     generator = torch.Generator().manual_seed(sum(shapes[0]))
     return [torch.randn(shape, generator=generator).to(dtype).float() for shape in shapes]
 
 
-def linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+def random_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
     module = nn.Linear(inputs, outputs, bias)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(drawn(dtype, tuple(parameter.shape))[0] / inputs**0.5).copy_(parameter.to(dtype))
+            values = random_tensors(dtype, tuple(parameter.shape))[0] / inputs**0.5
+            parameter.copy_(values.to(dtype))
     return module
 
 
+def random_ids(vocabulary: int) -> Tensor:
+    """Ids of the whole vocabulary, with the first and the last of every rank's shard."""
+    ids = torch.randint(0, vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(3))
+    edges = [chunk[at] for chunk in torch.arange(vocabulary).chunk(dist.get_world_size()) for at in (0, -1)]
+    ids.view(-1)[-len(edges) :] = torch.stack(edges)
+    return ids
+
+
 def cases() -> Iterator[tuple[Placement, bool, torch.dtype, str]]:
-    for stream, bias, dtype in itertools.product(STREAMS, (False, True), DTYPES):
-        yield stream, bias, dtype, f"stream {stream}, bias {bias}, {dtype}"
+    for residual, bias, dtype in itertools.product(RESIDUALS, (False, True), DTYPES):
+        yield residual, bias, dtype, f"residual {residual}, bias {bias}, {dtype}"
 
 
 class TestParallelLinears(DistributedTest):
-    """tp is all ranks."""
+    """All ranks are tp ranks."""
 
-    world_size = (2, 4)
+    world_size = 2
 
     def mesh(self) -> DeviceMesh:
         return init_device_mesh("cpu", (self.size,), mesh_dim_names=("tp",))
 
     def test_column_parallel_linear_equals_nn_linear_forward_and_backward(self) -> None:
         mesh = self.mesh()
-        for stream, bias, dtype, case in cases():
-            module, by = linear(WIDTH, FEATURES, bias, dtype), styles(self.size, stream)
-            x, gradient = drawn(dtype, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, FEATURES))
-            columns = shared(module.to(dtype), mesh, by["mlp.gate"], around=by["mlp"])
-            assert columns.inner.weight.to_local().shape == (FEATURES // self.size, WIDTH)
-            found = on_ranks(columns, mesh, x.to(dtype), stream, gradient.to(dtype), Shard(-1))
-            check(found, module.float(), x, gradient, dtype, case)
+        for residual, bias, dtype, case in cases():
+            module, plan = random_linear(WIDTH, FEATURES, bias, dtype), styles(self.size, residual)
+            x, gradient = random_tensors(dtype, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, FEATURES))
+            block = parallelize(module.to(dtype), mesh, plan["mlp.gate"], plan["mlp"])
+            assert block.inner.weight.to_local().shape == (FEATURES // self.size, WIDTH)
+            results = run_sharded(block, mesh, x.to(dtype), residual, gradient.to(dtype), Shard(-1))
+            check(results, module.float(), x, gradient, dtype, case)
 
     def test_row_parallel_linear_equals_nn_linear_forward_and_backward(self) -> None:
         mesh = self.mesh()
-        for stream, bias, dtype, case in cases():
-            module, by = linear(FEATURES, WIDTH, bias, dtype), styles(self.size, stream)
-            x, gradient = drawn(dtype, (ROWS, TOKENS, FEATURES), (ROWS, TOKENS, WIDTH))
-            rows = shared(module.to(dtype), mesh, by["mlp.down"])
-            assert rows.inner.weight.to_local().shape == (WIDTH, FEATURES // self.size)
-            found = on_ranks(rows, mesh, x.to(dtype), Shard(-1), gradient.to(dtype), stream)
-            check(found, module.float(), x, gradient, dtype, case)
+        for residual, bias, dtype, case in cases():
+            module, plan = random_linear(FEATURES, WIDTH, bias, dtype), styles(self.size, residual)
+            x, gradient = random_tensors(dtype, (ROWS, TOKENS, FEATURES), (ROWS, TOKENS, WIDTH))
+            block = parallelize(module.to(dtype), mesh, plan["mlp.down"])
+            assert block.inner.weight.to_local().shape == (WIDTH, FEATURES // self.size)
+            results = run_sharded(block, mesh, x.to(dtype), Shard(-1), gradient.to(dtype), residual)
+            check(results, module.float(), x, gradient, dtype, case)
 
-    def test_a_linear_that_every_rank_has_whole_sums_the_ranks_parts_of_its_gradient(self) -> None:
-        """One key/value head for all ranks: each uses it in its own way, here for features of its own."""
+    def test_a_replicated_linear_sums_the_partial_gradients_of_the_ranks(self) -> None:
+        """One key/value head for all ranks: here each rank uses other features of it."""
         mesh = self.mesh()
-        for stream, bias, dtype, case in cases():
-            module, by = linear(WIDTH, HEAD_SIZE, bias, dtype), styles(self.size, stream, kv_heads=1)
-            x, gradient = drawn(dtype, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, HEAD_SIZE))
-            heads = shared(module.to(dtype), mesh, by["attention.wk"], around=by["attention"])
-            assert heads.inner.weight.to_local().shape == (HEAD_SIZE, WIDTH)
-            mine = share(x.to(dtype), mesh, stream).requires_grad_()
-            output = heads(mine)
-            part = torch.zeros_like(gradient)
-            part[..., self.rank :: self.size] = gradient[..., self.rank :: self.size]
-            output.to_local(grad_placements=[Partial()]).backward(part.to(dtype))
-            gradients = {name.removeprefix("inner."): p.grad.full_tensor() for name, p in heads.named_parameters()}
-            found = Numbers(output.full_tensor().detach(), whole(mine.grad, mesh, stream), gradients)
-            check(found, module.float(), x, gradient, dtype, case)
+        for residual, bias, dtype, case in cases():
+            module, plan = random_linear(WIDTH, HEAD_DIM, bias, dtype), styles(self.size, residual, kv_heads=1)
+            x, gradient = random_tensors(dtype, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, HEAD_DIM))
+            block = parallelize(module.to(dtype), mesh, plan["attention.wk"], plan["attention"])
+            assert block.inner.weight.to_local().shape == (HEAD_DIM, WIDTH)
+            local_x = shard(x.to(dtype), mesh, residual).requires_grad_()
+            output = block(local_x)
+            partial_gradient = torch.zeros_like(gradient)
+            partial_gradient[..., self.rank :: self.size] = gradient[..., self.rank :: self.size]
+            output.to_local(grad_placements=[Partial()]).backward(partial_gradient.to(dtype))
+            input_gradient = gather(local_x.grad, mesh, residual)
+            results = Results(output.full_tensor().detach(), input_gradient, full_gradients(block))
+            check(results, module.float(), x, gradient, dtype, case)
 
-    def test_norms_of_the_stream_of_heads_and_over_all_heads_equal_the_plain_norm(self) -> None:
+    def test_norms_equal_the_plain_norm(self) -> None:
+        """Of the residual stream, of every head, and over all heads."""
         mesh = self.mesh()
-        per_head, over_all = (styles(self.size, STREAMS[0], qk_norm=kind) for kind in ("head", "all"))
-        whole_stream = styles(self.size, STREAMS[1])
-        for style, shape, lies in (
-            (per_head["attention_norm"], (ROWS, TOKENS, WIDTH), STREAMS[0]),
-            (whole_stream["attention_norm"], (ROWS, TOKENS, WIDTH), STREAMS[1]),
-            (per_head["attention.q_norm"], (ROWS, HEADS, TOKENS, HEAD_SIZE), Shard(1)),
-            (over_all["attention.q_norm"], (ROWS, TOKENS, HEADS * HEAD_SIZE), Shard(-1)),
+        per_head, over_all = (styles(self.size, RESIDUALS[0], qk_norm=kind) for kind in ("head", "all"))
+        for style, shape, placement in (
+            (per_head["attention_norm"], (ROWS, TOKENS, WIDTH), RESIDUALS[0]),
+            (styles(self.size, RESIDUALS[1])["attention_norm"], (ROWS, TOKENS, WIDTH), RESIDUALS[1]),
+            (per_head["attention.q_norm"], (ROWS, HEADS, TOKENS, HEAD_DIM), Shard(1)),
+            (over_all["attention.q_norm"], (ROWS, TOKENS, HEADS * HEAD_DIM), Shard(-1)),
         ):
             module = RMSNorm(shape[-1], 1e-5, "rms")
-            x, gradient, weight = drawn(torch.float32, shape, shape, shape[-1:])
+            x, gradient, weight = random_tensors(torch.float32, shape, shape, shape[-1:])
             module.weight.data.copy_(weight)
-            found = on_ranks(shared(module, mesh, style), mesh, x, lies, gradient, lies)
-            check(found, module, x, gradient, torch.float32, f"{shape} that lie as {lies}")
+            results = run_sharded(parallelize(module, mesh, style), mesh, x, placement, gradient, placement)
+            check(results, module, x, gradient, torch.float32, f"{shape}, {placement}")
 
     def test_vocabulary_parallel_embedding_equals_nn_embedding(self) -> None:
         mesh = self.mesh()
-        for vocabulary, stream in itertools.product(VOCABULARIES, STREAMS):
+        for vocabulary, residual in itertools.product(VOCABULARIES, RESIDUALS):
             module = nn.Embedding(vocabulary, WIDTH)
-            weight, gradient = drawn(torch.float32, (vocabulary, WIDTH), (ROWS, TOKENS, WIDTH))
+            weight, gradient = random_tensors(torch.float32, (vocabulary, WIDTH), (ROWS, TOKENS, WIDTH))
             module.weight.data.copy_(weight)
-            ids = ids_with_both_ends(vocabulary)
-            wanted = module(ids)
-            wanted.backward(gradient)
-            rows = shared(module, mesh, styles(self.size, stream, vocabulary)["tok_embed"]).inner
-            rows.weight.grad = None
-            assert rows.weight.to_local().shape[0] == len(torch.arange(vocabulary).chunk(self.size)[self.rank])
-            output = rows(ids)
-            output.backward(share(gradient, mesh, stream))
-            # Nothing is added up in a lookup, and what is added in its gradient is so in the same order.
-            assert torch.equal(whole(output.detach(), mesh, stream), wanted)
-            assert torch.equal(rows.weight.grad.full_tensor(), module.weight.grad)
+            ids = random_ids(vocabulary)
+            expected = module(ids)
+            expected.backward(gradient)
+            embed = parallelize(module, mesh, styles(self.size, residual, vocabulary)["tok_embed"]).inner
+            embed.weight.grad = None
+            assert embed.weight.to_local().shape[0] == len(torch.arange(vocabulary).chunk(self.size)[self.rank])
+            output = embed(ids)
+            output.backward(shard(gradient, mesh, residual))
+            # A lookup adds nothing up, and its gradient is added up in the same order.
+            assert torch.equal(gather(output.detach(), mesh, residual), expected)
+            assert torch.equal(embed.weight.grad.full_tensor(), module.weight.grad)
 
     def test_vocabulary_parallel_head_and_loss_equal_nn_linear_and_cross_entropy(self) -> None:
-        """Labels at both ends of the vocabulary, labels that are not counted, and none that is."""
+        """With labels at both ends of every shard, with some labels ignored, and with all labels ignored."""
         mesh = self.mesh()
-        for vocabulary, stream, masked in itertools.product(VOCABULARIES, STREAMS, (0.3, 1.0)):
-            case = f"vocabulary {vocabulary}, stream {stream}, {masked:.0%} masked"
-            module, (x,) = linear(WIDTH, vocabulary, False, torch.float32), drawn(torch.float32, (ROWS, TOKENS, WIDTH))
-            labels = ids_with_both_ends(vocabulary)
-            labels.view(-1)[: round(masked * labels.numel())] = IGNORED
+        for vocabulary, residual, ignored in itertools.product(VOCABULARIES, RESIDUALS, (0.3, 1.0)):
+            case = f"vocabulary {vocabulary}, residual {residual}, {ignored:.0%} ignored"
+            module = random_linear(WIDTH, vocabulary, False, torch.float32)
+            (x,) = random_tensors(torch.float32, (ROWS, TOKENS, WIDTH))
+            labels = random_ids(vocabulary)
+            labels.view(-1)[: round(ignored * labels.numel())] = IGNORE_INDEX
             plain_x = x.clone().requires_grad_()
-            logits = module(plain_x)
-            wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-            wanted.backward()
-            head = shared(module, mesh, styles(self.size, stream, vocabulary)["head"]).inner
+            logits = module(plain_x).flatten(0, 1)
+            expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            expected.backward()
+            head = parallelize(module, mesh, styles(self.size, residual, vocabulary)["head"]).inner
             head.weight.grad = None
-            mine = share(x, mesh, stream).requires_grad_()
+            local_x = shard(x, mesh, residual).requires_grad_()
             with loss_parallel():
-                shared_logits = head(mine)
-                found = token_loss_sum(shared_logits, labels)
-                found.backward()
-            assert shared_logits.placements == (Shard(2),), case
-            assert shared_logits.to_local().shape[-1] == head.weight.to_local().shape[0] < vocabulary, case
-            assert not isinstance(found, DTensor), case
-            gradients = whole(mine.grad, mesh, stream), head.weight.grad.full_tensor()
-            if masked == 1.0:
-                assert [found.item(), *(tensor.abs().max().item() for tensor in gradients)] == [0.0, 0.0, 0.0], case
+                sharded_logits = head(local_x)
+                loss = token_loss_sum(sharded_logits, labels)
+                loss.backward()
+            assert sharded_logits.placements == (Shard(2),), case
+            assert sharded_logits.to_local().shape[-1] == head.weight.to_local().shape[0] < vocabulary, case
+            assert not isinstance(loss, DTensor), case
+            gradients = gather(local_x.grad, mesh, residual), head.weight.grad.full_tensor()
+            if ignored == 1.0:
+                assert [loss.item(), *(tensor.abs().max().item() for tensor in gradients)] == [0.0, 0.0, 0.0], case
                 continue
-            assert distance(found, wanted) <= FP32_LIMIT, case
+            assert distance(loss, expected) <= FP32_LIMIT, case
             assert distance(gradients[0], plain_x.grad) <= FP32_LIMIT, case
             assert distance(gradients[1], module.weight.grad) <= FP32_LIMIT, case
 
-    def test_a_module_that_sees_the_stream_gets_all_of_it_and_gives_back_shares(self) -> None:
-        mesh, (x, gradient) = self.mesh(), drawn(torch.float32, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, WIDTH))
-        seen = parallelize_module(Around(nn.Identity()), mesh, Sees(Shard(SEQUENCE_DIM), Replicate()))
-        mine = share(x, mesh, Shard(SEQUENCE_DIM)).requires_grad_()
-        output = seen(mine)
+    def test_a_redistributed_input_is_gathered_and_its_gradient_is_summed_and_scattered(self) -> None:
+        mesh, (x, gradient) = self.mesh(), random_tensors(torch.float32, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, WIDTH))
+        block = parallelize_module(Block(nn.Identity()), mesh, RedistributeInput(Shard(SEQUENCE_DIM), Replicate()))
+        local_x = shard(x, mesh, Shard(SEQUENCE_DIM)).requires_grad_()
+        output = block(local_x)
         assert output.placements == (Replicate(),)
         assert torch.equal(output.to_local(), x)
-        # Each rank's own use of the stream, of which a share's gradient is the sum.
         output.to_local(grad_placements=[Partial()]).backward((self.rank + 1) * gradient)
-        times = sum(range(1, self.size + 1))
-        assert distance(whole(mine.grad, mesh, Shard(SEQUENCE_DIM)), times * gradient) <= FP32_LIMIT
+        factor = sum(range(1, self.size + 1))
+        assert distance(gather(local_x.grad, mesh, Shard(SEQUENCE_DIM)), factor * gradient) <= FP32_LIMIT
+
+
+@the_rest
+class TestParallelLinearsOnFourRanks(TestParallelLinears):
+    world_size = 4
 
 
 class TestMixedPrecisionLinears(DistributedTest):
-    """bf16 weights with fp32 inputs, as FSDP2's MixedPrecisionPolicy makes them: parameters that are kept in fp32 are
-    gathered as bf16, and with `cast_forward_inputs` the fp32 input is rounded on its way in. So what it has to equal is
-    nn.Linear in bf16 on the rounded input. The policy of parallel/shard.py is this one but for the inputs, which the
-    decoder casts by itself; the master weights and gradients are fp32 in both."""
+    """bf16 weights with fp32 inputs, by FSDP2's MixedPrecisionPolicy: fp32 parameters are gathered as bf16, and
+    `cast_forward_inputs` rounds the input. The result must equal nn.Linear in bf16 on the rounded input. The policy of
+    parallel/shard.py differs only in the inputs, which the decoder casts."""
 
-    world_size = (2, 4)
+    world_size = 4
 
     def test_bf16_weights_with_fp32_inputs_equal_nn_linear_in_bf16_on_the_rounded_input(self) -> None:
-        for shards in (1, 2) if self.size == 4 else (1,):
-            mesh = init_device_mesh("cpu", (shards, self.size // shards), mesh_dim_names=("dp_shard", "tp"))
-            for stream, bias in itertools.product(STREAMS, (False, True)):
-                case = f"dp_shard {shards}, tp {self.size // shards}, stream {stream}, bias {bias}"
-                by = styles(self.size // shards, stream)
-                self.compare(mesh, linear(WIDTH, FEATURES, bias, torch.bfloat16), by["mlp.gate"], by["mlp"],
-                             stream, Shard(-1), f"column, {case}")  # fmt: skip
-                self.compare(mesh, linear(FEATURES, WIDTH, bias, torch.bfloat16), by["mlp.down"], None,
-                             Shard(-1), stream, f"row, {case}")  # fmt: skip
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        for residual, bias in itertools.product(RESIDUALS, (False, True)):
+            case, plan = f"residual {residual}, bias {bias}", styles(2, residual)
+            module = random_linear(WIDTH, FEATURES, bias, torch.bfloat16)
+            block = parallelize(module, mesh["tp"], plan["mlp.gate"], plan["mlp"])
+            self.compare(mesh, module, block, residual, Shard(-1), f"column, {case}")
+            module = random_linear(FEATURES, WIDTH, bias, torch.bfloat16)
+            block = parallelize(module, mesh["tp"], plan["mlp.down"])
+            self.compare(mesh, module, block, Shard(-1), residual, f"row, {case}")
 
     def compare(
-        self, mesh: DeviceMesh, module: nn.Linear, style: ParallelStyle, around: ParallelStyle | None,
-        given: Placement, taken: Placement, case: str,
-    ) -> None:  # fmt: skip
-        tp, data = mesh["tp"], mesh["dp_shard"]
-        (x,) = drawn(torch.float32, (ROWS, TOKENS, module.in_features))
-        (gradient,) = drawn(torch.bfloat16, (ROWS, TOKENS, module.out_features))
+        self, mesh: DeviceMesh, module: nn.Linear, block: Block, x_placement: Placement, placement: Placement, case: str
+    ) -> None:
+        tp, dp = mesh["tp"], mesh["dp_shard"]
+        (x,) = random_tensors(torch.float32, (ROWS, TOKENS, module.in_features))
+        (gradient,) = random_tensors(torch.bfloat16, (ROWS, TOKENS, module.out_features))
         rounded = x.bfloat16().float()
         assert distance(x, rounded) > 1e-3
-        matrix = shared(module, tp, style, around)
         mixed = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-        shard_module(matrix, [], data, 3, mixed)
-        seen: list[torch.dtype] = []
-        matrix.inner.register_forward_pre_hook(lambda inner, inputs: seen.extend([inner.weight.dtype, inputs[0].dtype]))
-        mine = share(share(x, data, Shard(0)), tp, given).requires_grad_()
-        output = matrix(mine)
-        assert (output.dtype, seen) == (torch.bfloat16, [torch.bfloat16] * 2), case
-        output.backward(share(share(gradient, data, Shard(0)), tp, taken).bfloat16())
-        for parameter in matrix.parameters():
-            assert parameter.dtype == parameter.grad.dtype == mine.grad.dtype == torch.float32, case
-            assert parameter.grad.placements == parameter.placements, case
-        found = Numbers(
-            whole(whole(output.detach(), tp, taken), data, Shard(0)),
-            whole(whole(mine.grad, tp, given), data, Shard(0)),
-            {name.removeprefix("inner."): p.grad.full_tensor() for name, p in matrix.named_parameters()},
+        apply_fsdp(block, [], dp, 3, mixed)
+        dtypes: list[torch.dtype] = []
+        block.inner.register_forward_pre_hook(
+            lambda inner, inputs: dtypes.extend([inner.weight.dtype, inputs[0].dtype])
         )
-        check(found, module, rounded, gradient, torch.bfloat16, case)
-
-
-def ids_with_both_ends(vocabulary: int) -> Tensor:
-    """Ids from all of the vocabulary, the first and the last of every rank's rows among them."""
-    ids = torch.randint(0, vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(3))
-    edges = [chunk[at] for chunk in torch.arange(vocabulary).chunk(dist.get_world_size()) for at in (0, -1)]
-    ids.view(-1)[-len(edges) :] = torch.stack(edges)
-    return ids
+        local_x = shard(shard(x, dp, Shard(0)), tp, x_placement).requires_grad_()
+        output = block(local_x)
+        assert [output.dtype, *dtypes] == [torch.bfloat16] * 3, case
+        output.backward(shard(shard(gradient, dp, Shard(0)), tp, placement).bfloat16())
+        for parameter in block.parameters():
+            assert parameter.dtype == parameter.grad.dtype == local_x.grad.dtype == torch.float32, case
+            assert parameter.grad.placements == parameter.placements, case
+        results = Results(
+            gather(gather(output.detach(), tp, placement), dp, Shard(0)),
+            gather(gather(local_x.grad, tp, x_placement), dp, Shard(0)),
+            full_gradients(block),
+        )
+        check(results, module, rounded, gradient, torch.bfloat16, case)

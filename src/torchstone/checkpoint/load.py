@@ -1,4 +1,4 @@
-"""Finds a checkpoint that is whole and puts its state back, bit for bit."""
+"""Finds a complete checkpoint and restores its state, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,77 +7,78 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from torchstone.checkpoint import manifest
-from torchstone.checkpoint.save import OPTIMIZER_FILE, RANDOM, RANDOM_FILE, STATE_FILE, best_step
+from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
+from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
+from torchstone.checkpoint.tensor_files import open_tensor_file
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.model import Model
-from torchstone.models.sliced_files import SlicedFiles
-from torchstone.models.slices import OPTIMIZER, slice_file, slice_files
-from torchstone.parallel.mesh import ALONE, Place
+from torchstone.parallel.local_shards import local_shards, unfused_names
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 CHECKPOINTS = "checkpoints"
 
 
-def find_resume(output_dir: Path, resume: str, warn: Callable[[str], None], place: Place = ALONE) -> Path | None:
-    """The verified checkpoint that `checkpoint.resume` means, or None to start anew."""
+def find_resume(
+    output_dir: Path, resume: str, warn: Callable[[str], None], ctx: ParallelContext = SINGLE_PROCESS
+) -> Path | None:
+    """Returns the verified checkpoint that `checkpoint.resume` selects, or None to start from scratch."""
     root = output_dir / CHECKPOINTS
-    if place.is_main:
-        manifest.tidy(root)
-    place.wait()
-    found = manifest.list_checkpoints(root)
+    if ctx.is_main:
+        manifest.clean_up(root)
+    ctx.barrier()
+    checkpoints = manifest.list_checkpoints(root)
     if resume == "never":
-        if found:
+        if checkpoints:
             raise UsageError(
-                f"{output_dir} already holds a run (step {found[-1][0]}), and checkpoint.resume is never",
-                "choose another --output-dir, or let --checkpoint.resume auto go on with it",
+                f"{output_dir} already has a run (step {checkpoints[-1][0]}), and checkpoint.resume is never",
+                "choose another --output-dir, or resume it with --checkpoint.resume auto",
             )
         return None
     if resume != "auto":
-        named = Path(resume)
-        if not found or named.resolve().parent == root.resolve():
-            return _named(named, found, place)
-        warn(f"{output_dir} has checkpoints of its own: going on from them, not from {resume}")
-    for _, folder in reversed(found):
+        path = Path(resume)
+        if not checkpoints or path.resolve().parent == root.resolve():
+            return _named_checkpoint(path, checkpoints, ctx)
+        warn(f"{output_dir} has checkpoints of its own: resuming from them, not from {resume}")
+    for _, folder in reversed(checkpoints):
         try:
-            manifest.verify(folder, place)
+            manifest.verify(folder, ctx)
             return folder
         except CheckpointError as error:
-            warn(f"{error.message}; going back to the checkpoint before it")
-    if found:
-        raise CheckpointError(f"no checkpoint in {root} is whole", "choose another --output-dir to start anew")
+            warn(f"{error.message}; trying the previous checkpoint")
+    if checkpoints:
+        raise CheckpointError(f"no checkpoint in {root} is complete", "choose another --output-dir to start again")
     return None
 
 
 def is_model_folder(folder: Path) -> bool:
-    """A Hugging Face folder or a checkpoint; the config.json of a run is another thing."""
+    """Whether it is a Hugging Face folder or a checkpoint. A run has a config.json too, of a different kind."""
     return (folder / "config.json").is_file() and not (folder / CHECKPOINTS).is_dir()
 
 
-def resolve_model_folder(path: str, place: Place = ALONE) -> Path:
-    """What a model path means: a Hugging Face folder, a checkpoint, or a run (its best checkpoint, else its newest)."""
+def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Path:
+    """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint."""
     folder = Path(path)
     root = folder / CHECKPOINTS
     if (folder / "metrics.jsonl").is_file() and not manifest.list_checkpoints(root):
         raise UsageError(f"{folder} is a run without a checkpoint")
     if is_model_folder(folder):
         if (folder / manifest.MANIFEST).is_file():
-            manifest.verify(folder, place)
+            manifest.verify(folder, ctx)
         return folder
-    found = dict(manifest.list_checkpoints(root))
-    if found:
+    checkpoints = dict(manifest.list_checkpoints(root))
+    if checkpoints:
         best = best_step(root)
-        chosen = found[best if best in found else max(found)]
-        manifest.verify(chosen, place)
-        return chosen
+        checkpoint = checkpoints[best if best in checkpoints else max(checkpoints)]
+        manifest.verify(checkpoint, ctx)
+        return checkpoint
     if not folder.is_dir():
         raise UsageError(f"model folder {folder} does not exist", "name a Hugging Face folder, a checkpoint or a run")
     if (folder / "adapter_config.json").is_file():
         raise UsageError(
-            f"{folder} holds an adapter (adapter_config.json), not a model", "merge it into its model first"
+            f"{folder} is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
         )
     raise UsageError(f"{folder} is neither a Hugging Face folder nor a run with a checkpoint")
 
@@ -87,61 +88,57 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Every parameter's moments, of which this process reads what it holds of the parameter."""
-    files = SlicedFiles(slice_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
-    there = set(files.names)
-    kinds: dict[str, list[str]] = {}
-    for key in files.names:
-        name, _, kind = key.rpartition("/")
-        kinds.setdefault(name, []).append(kind)
-    for whole, parameter in model.named_parameters():
-        names = model.piece_names(whole, parameter)
+    """Reads this rank's slices of every parameter's optimizer state."""
+    files = ShardedFiles(shard_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
+    names = set(files.names)
+    state_keys: dict[str, list[str]] = {}
+    for full_name in files.names:
+        parameter_name, _, key = full_name.rpartition("/")
+        state_keys.setdefault(parameter_name, []).append(key)
+    for name, parameter in model.named_parameters():
+        first = unfused_names(model.decoder_config, name, parameter)[0]
         state: dict[str, Tensor] = {}
-        for kind in kinds.get(names[0], []):
-            if files.shape(f"{names[0]}/{kind}") == ():
-                # AdamW counts its steps beside the parameter when fused.
-                state[kind] = torch.zeros((), dtype=files.dtype(f"{names[0]}/{kind}"), device=parameter.device)
-                files.read_into(f"{names[0]}/{kind}", state[kind], ())
+        for key in state_keys.get(first, []):
+            if files.shape(f"{first}/{key}") == ():
+                # Fused AdamW keeps its step count on the parameter's device.
+                state[key] = torch.zeros((), dtype=files.dtype(f"{first}/{key}"), device=parameter.device)
+                files.read_into(f"{first}/{key}", state[key], ())
                 continue
-            state[kind] = torch.zeros_like(parameter.detach())
-            for box in model.slices_of(whole, state[kind]):
-                key = f"{box.name}/{kind}"
-                if key not in there or files.shape(key) != box.shape:
+            state[key] = torch.zeros_like(parameter.detach())
+            for shard in local_shards(model.decoder_config, name, state[key]):
+                full_name = f"{shard.name}/{key}"
+                if full_name not in names or files.shape(full_name) != shard.shape:
                     raise CheckpointError(
-                        f"{folder}: the moments of {box.name} are missing, or have another shape than the model"
+                        f"{folder}: the optimizer state of {shard.name} is missing or has the wrong shape"
                     )
-                files.read_into(key, box.tensor, box.offset)
+                files.read_into(full_name, shard.tensor, shard.offset)
         if state:
             optimizer.state[parameter] = state
 
 
-def restore_random(folder: Path, place: Place, seed: int, warn: Callable[[str], None]) -> None:
-    """The random states of this rank; in another layout than the one that saved, they begin anew."""
-    alone = place.layout.world_size == 1
-    path = folder / RANDOM_FILE if alone else slice_file(folder, RANDOM, place.rank)
-    saved = len(slice_files(folder, RANDOM)) or 1
-    if saved != place.layout.world_size:
-        warn(f"saved by {saved} processes, going on with {place.layout.world_size}: random states (dropout) begin anew")
+def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Callable[[str], None]) -> None:
+    """Restores this rank's RNG states; with a different number of processes they are reseeded."""
+    path = folder / RNG_FILE if ctx.world_size == 1 else shard_file(folder, RNG, ctx.rank)
+    saved_size = len(shard_files(folder, RNG)) or 1
+    if saved_size != ctx.world_size:
+        warn(f"saved by {saved_size} processes, resuming with {ctx.world_size}: RNG states (dropout) are reseeded")
         torch.manual_seed(seed + read_state(folder)["step"])
         return
-    try:
-        states = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: damaged or missing: {error}") from None
+    states = open_tensor_file(path).tensors
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _named(path: Path, newer_than: list[tuple[int, Path]], place: Place) -> Path:
+def _named_checkpoint(path: Path, checkpoints: list[tuple[int, Path]], ctx: ParallelContext) -> Path:
     if not (path / manifest.MANIFEST).is_file():
-        raise CheckpointError(f"{path} is not a whole checkpoint (it has no {manifest.MANIFEST})")
-    manifest.verify(path, place)
+        raise CheckpointError(f"{path} is not a complete checkpoint (no {manifest.MANIFEST})")
+    manifest.verify(path, ctx)
     step = read_state(path)["step"]
-    ahead = [folder.name for number, folder in newer_than if number > step]
-    if ahead:
+    newer = [folder.name for number, folder in checkpoints if number > step]
+    if newer:
         raise CheckpointError(
-            f"output_dir holds checkpoints newer than {path.name}: {', '.join(ahead[:4])}",
-            "they belong to another course of the run: move them away, or choose another --output-dir",
+            f"output_dir has checkpoints newer than {path.name}: {', '.join(newer[:4])}",
+            "they would no longer belong to the run: move them away, or choose another --output-dir",
         )
     return path

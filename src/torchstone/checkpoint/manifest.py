@@ -1,8 +1,8 @@
-"""Whole or not listed: how a checkpoint folder is committed, found and checked.
+"""Commits, lists and verifies checkpoint folders. An incomplete folder is never listed.
 
-Files are written under a hidden name, hashed into manifest.json, synced, and the folder is renamed: the rename is the
-commit. Neither safetensors nor JSON notices a flipped bit, so loading compares every hash first. Where several ranks
-write, each hashes what it wrote, and the first commits once all are done; when they read, each checks a share of files.
+Files are written under a temporary folder name, hashed into manifest.json and synced; renaming the folder is the
+commit. Neither safetensors nor JSON notices a flipped bit, so every hash is verified before loading. Where several
+ranks write, each hashes its own files and rank 0 commits when all are done; where several read, each verifies a share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from torchstone import atomic
 from torchstone.errors import CheckpointError
-from torchstone.parallel.mesh import ALONE, Place
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -31,68 +31,55 @@ def folder_name(step: int) -> str:
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """The committed checkpoints below `root`, oldest first."""
+    """The committed checkpoints in `root` with their steps, oldest first."""
     if not root.is_dir():
         return []
-    found = [(re.fullmatch(r"step-(\d{8,})", path.name), path) for path in root.iterdir()]
-    return sorted((int(match.group(1)), path) for match, path in found if match and (path / MANIFEST).is_file())
+    matches = [(re.fullmatch(r"step-(\d{8,})", path.name), path) for path in root.iterdir()]
+    return sorted((int(match.group(1)), path) for match, path in matches if match and (path / MANIFEST).is_file())
 
 
 @contextmanager
-def committed(final: Path, place: Place = ALONE) -> Iterator[Path]:
-    """A folder for all ranks to write into; with the manifest in it, it takes the name `final`. Where one cannot write,
-    it does so nowhere, and all of them say why."""
+def commit_folder(final: Path, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[Path]:
+    """A folder for all ranks to write into, committed as `final` with its manifest when all of them are done.
+
+    If one rank fails, nothing is committed and all ranks raise its error.
+    """
     with ExitStack() as stack:
-        with _together(place, final):
-            folder = stack.enter_context(atomic.new_folder(final)) if place.is_main else atomic.hidden(final, "partial")
-        with _together(place, final):
+        with _raise_together(ctx, final):
+            folder = atomic.temporary_path(final, "partial")
+            if ctx.is_main:
+                folder = stack.enter_context(atomic.new_folder(final))
+        with _raise_together(ctx, final):
             yield folder
         entries: dict[str, Any] = {}
-        with _together(place, final):
-            if not place.is_main:
-                entries = {path.name: _entry(path) for path in folder.glob(f"*-{place.rank:05d}.*")}
-        gathered = place.gather(entries)
-        with _together(place, final):
-            if place.is_main:
-                _write_manifest(folder, {name: entry for each in gathered for name, entry in each.items()})
+        with _raise_together(ctx, final):
+            if not ctx.is_main:
+                entries = {path.name: _entry(path) for path in folder.glob(f"*-{ctx.rank:05d}.*")}
+        gathered = ctx.all_gather_object(entries)
+        with _raise_together(ctx, final):
+            if ctx.is_main:
+                _write_manifest(folder, {name: entry for rank in gathered for name, entry in rank.items()})
+                # The rename: from here on the checkpoint is listed.
                 stack.close()
 
 
-def tidy(root: Path) -> None:
-    atomic.tidy(root, "step-*")
+def clean_up(root: Path) -> None:
+    atomic.clean_up(root, "step-*")
 
 
-def verify(folder: Path, place: Place = ALONE) -> None:
-    """Every file of the manifest is there with the hash it was written with; each rank looks at a share of them."""
+def verify(folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
+    """Compares every file with its hash in the manifest; each rank verifies a share of the files."""
     error = None
     try:
-        _verify(folder, place.rank, place.layout.world_size)
-    except CheckpointError as found:
-        error = found
-    place.together(error)
-
-
-def _verify(folder: Path, rank: int, ranks: int) -> None:
-    manifest = read_json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: written in checkpoint format {manifest.get('format')}, this reads {FORMAT}")
-    try:
-        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except (KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{folder / MANIFEST}: damaged: it does not list the files") from None
-    if not entries:
-        raise CheckpointError(f"{folder / MANIFEST}: damaged: it does not list the files")
-    for name, (size, digest) in list(entries.items())[rank::ranks]:
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: {name} is missing")
-        if path.stat().st_size != size or file_hash(path) != digest:
-            raise CheckpointError(f"{path}: damaged: it is not the file that was saved")
+        _verify_share(folder, ctx.rank, ctx.world_size)
+    except CheckpointError as own_error:
+        error = own_error
+    ctx.raise_on_all_ranks(error)
 
 
 def remove(folder: Path) -> None:
-    """Takes the folder out of the list first, so that a half-removed checkpoint is never found."""
-    hidden = atomic.hidden(folder, "removed")
+    """Renames the folder first, so that a half-removed checkpoint is never listed."""
+    hidden = atomic.temporary_path(folder, "removed")
     folder.rename(hidden)
     shutil.rmtree(hidden)
 
@@ -105,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: damaged: not an object")
+        raise CheckpointError(f"{path}: damaged: not a JSON object")
     return value
 
 
@@ -118,28 +105,46 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _verify_share(folder: Path, rank: int, world_size: int) -> None:
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder}: has checkpoint format {manifest.get('format')}; this version reads format {FORMAT}"
+        )
+    try:
+        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        entries = {}
+    if not entries:
+        raise CheckpointError(f"{folder / MANIFEST}: damaged: it lists no files")
+    for name, (size, digest) in list(entries.items())[rank::world_size]:
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: {name} is missing")
+        if path.stat().st_size != size or file_hash(path) != digest:
+            raise CheckpointError(f"{path}: damaged: it differs from the file that was saved")
+
+
 def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": file_hash(path)}
 
 
 @contextmanager
-def _together(place: Place, final: Path) -> Iterator[None]:
-    """What goes wrong on one rank goes wrong on all."""
+def _raise_together(ctx: ParallelContext, final: Path) -> Iterator[None]:
     error: CheckpointError | None = None
     try:
         yield
-    except (OSError, SafetensorError) as found:
-        error = CheckpointError(f"{final}: could not be written: {found}", "is the disk full?")
-    except CheckpointError as found:
-        error = found
-    place.together(error)
+    except (OSError, SafetensorError) as failure:
+        error = CheckpointError(f"{final}: could not be written: {failure}", "is the disk full?")
+    except CheckpointError as failure:
+        error = failure
+    ctx.raise_on_all_ranks(error)
 
 
-def _write_manifest(folder: Path, known: dict[str, Any] | None = None) -> None:
-    """The hashes of all files, those `known` being taken as they are."""
-    files = dict(known or {})
+def _write_manifest(folder: Path, known_entries: dict[str, Any]) -> None:
+    entries = dict(known_entries)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in files:
-            files[name] = _entry(path)
-    write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
+        if path.is_file() and name not in entries:
+            entries[name] = _entry(path)
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": entries})

@@ -1,32 +1,36 @@
-"""Writes a checkpoint: a Hugging Face folder that also holds what training needs to go on.
+"""Saves a checkpoint: a Hugging Face folder with what training needs to resume.
 
-Transformers loads the folder as it is (config.json, model.safetensors, the tokenizer). Beside them lie the optimizer's
-moments under the names of their parameters, the random states, and the counters; safetensors and JSON, no pickle.
+Transformers loads the folder of a single process as it is (config.json, model.safetensors, the tokenizer). It also
+holds the optimizer's moments by parameter name, the RNG states and the counters, as safetensors and JSON.
 
-Several ranks write side by side: each the boxes it holds of the weights (weights-00003.safetensors) and of the moments
-(optimizer-00003.safetensors), so that none has to hold, or wait for, what another has. Which box of what each is stands
-in the files. Such a folder loads into any layout; `torchstone export` makes the Hugging Face folder of it.
+Several ranks write in parallel: each writes its shards of the weights (weights-00003.safetensors) and of the moments
+(optimizer-00003.safetensors). Such a folder loads into any layout; `torchstone export` makes a Hugging Face folder.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from torchstone.checkpoint import manifest
+from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, WEIGHTS, shard_file, write_shards
+from torchstone.checkpoint.tensor_files import write_tensors
+from torchstone.checkpoint.transformers_folder import full_state_dict, save_fallback
+from torchstone.checkpoint.weight_files import hf_tensors, save_weights
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError
-from torchstone.models.model import GENERATION_FILE, Model
-from torchstone.models.sliced_files import Slice, write_slices
-from torchstone.models.slices import OPTIMIZER, slice_file
-from torchstone.parallel.mesh import ALONE, Place
+from torchstone.models.families import Family
+from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
+from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-RANDOM, RANDOM_FILE = "random", "random.safetensors"
+RNG_FILE = "random.safetensors"
 STATE_FILE = "state.json"
 BEST_FILE = "best.json"
 
@@ -38,53 +42,104 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
-    place: Place = ALONE,
+    ctx: ParallelContext = SINGLE_PROCESS,
 ) -> Path:
-    final, rank, ranks = root / manifest.folder_name(step), place.rank, place.layout.world_size
-    with manifest.committed(final, place) as folder:
-        model.save(folder, rank, ranks)
-        alone = ranks == 1
-        write_slices(
-            folder / OPTIMIZER_FILE if alone else slice_file(folder, OPTIMIZER, rank), moments(optimizer, model)
-        )
-        save_file(random_states(), folder / RANDOM_FILE if alone else slice_file(folder, RANDOM, rank))
-        if place.is_main:
-            write_beside(tokenizer, folder)
-            manifest.write_json(folder / STATE_FILE, state | {"layout": str(place.layout)})
+    """Saves a checkpoint and returns its folder. All ranks must call it."""
+    final, is_single_process = root / manifest.folder_name(step), ctx.world_size == 1
+    with manifest.commit_folder(final, ctx) as folder:
+        save_model(model, folder, ctx)
+        optimizer_file = folder / OPTIMIZER_FILE if is_single_process else shard_file(folder, OPTIMIZER, ctx.rank)
+        write_shards(optimizer_file, optimizer_shards(optimizer, model))
+        write_tensors(folder / RNG_FILE if is_single_process else shard_file(folder, RNG, ctx.rank), rng_states())
+        if ctx.is_main:
+            save_tokenizer(tokenizer, folder)
+            manifest.write_json(folder / STATE_FILE, state | {"layout": str(ctx.dims)})
     return final
 
 
-def write_beside(tokenizer: Tokenizer, folder: Path) -> None:
-    """What Transformers needs beside the model: its tokenizer, and where to stop."""
+def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
+    """Writes config.json, the weights and generation_config.json. All ranks must call it; each writes its shards."""
+    if isinstance(model, FallbackModel):
+        save_fallback(model.module, model.generation_config, folder, ctx.rank)
+        return
+    assert isinstance(model, NativeModel)
+    config = model.decoder_config
+    if ctx.world_size > 1:
+        shards = [
+            shard
+            for name, parameter in model.named_parameters()
+            if is_owner(config, name, parameter)
+            for shard in local_shards(config, name, parameter.detach())
+        ]
+        write_shards(shard_file(folder, WEIGHTS, ctx.rank), shards)
+    if not ctx.is_main:
+        return
+    write_hf_config(model.hf_config, model.family, next(model.module.parameters()).dtype, folder)
+    if ctx.world_size == 1:
+        save_weights(full_unfused_parameters(model), WEIGHT_NAMES[model.hf_config["model_type"]], folder)
+    if model.generation_config is not None:
+        (folder / GENERATION_CONFIG).write_bytes(model.generation_config)
+
+
+def full_unfused_parameters(model: NativeModel) -> dict[str, Tensor]:
+    """The unfused parameters of a model that a single process holds."""
+    return {
+        shard.name: shard.tensor
+        for name, parameter in model.named_parameters()
+        for shard in local_shards(model.decoder_config, name, parameter.detach())
+    }
+
+
+def hf_state_dict(model: Model) -> dict[str, Tensor]:
+    """The weights of a model that a single process holds, by their Hugging Face names."""
+    if isinstance(model, NativeModel):
+        return hf_tensors(full_unfused_parameters(model), WEIGHT_NAMES[model.hf_config["model_type"]])
+    assert isinstance(model, FallbackModel)
+    return full_state_dict(model.module.hf) or model.module.hf.state_dict()
+
+
+def write_hf_config(hf_config: dict[str, Any], family: Family, dtype: torch.dtype, folder: Path) -> None:
+    """Writes config.json of a native model."""
+    # The code that auto_map names did not run here, and is not in this folder.
+    config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "auto_map")}
+    config |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [family.architecture]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the tokenizer, and generation_config.json if there is none: generate() reads its stop tokens from it."""
     tokenizer.save(folder)
-    if not (folder / GENERATION_FILE).is_file():
-        # Without it Transformers' generate would not stop where a turn ends.
-        stops = tokenizer.stop_ids
+    if not (folder / GENERATION_CONFIG).is_file():
+        stop_ids = tokenizer.stop_ids
         settings: dict[str, Any] = {"pad_token_id": tokenizer.pad_id}
-        settings |= {"eos_token_id": stops[0] if len(stops) == 1 else stops} if stops else {}
-        manifest.write_json(folder / GENERATION_FILE, settings)
+        settings |= {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids} if stop_ids else {}
+        manifest.write_json(folder / GENERATION_CONFIG, settings)
 
 
-def moments(optimizer: torch.optim.Optimizer, model: Model) -> list[Slice]:
-    """`layers.0.mlp.up.weight/exp_avg` and the like, for every parameter that has been stepped and counts here; moments
-    of matrices that run fused lie apart, so that a run may go on in another layout."""
-    found: list[Slice] = []
-    for whole, parameter in model.named_parameters():
-        if not model.counts(whole, parameter):
+def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model) -> list[TensorShard]:
+    """The optimizer's state, such as `layers.0.mlp.up.weight/exp_avg`, for every parameter that this rank owns.
+
+    The state of fused matrices is split, so that a run may resume with a different fusion or layout.
+    """
+    config, shards = model.decoder_config, list[TensorShard]()
+    for name, parameter in model.named_parameters():
+        if not is_owner(config, name, parameter):
             continue
-        names = [box.name for box in model.slices_of(whole, parameter.detach())]
+        names = [shard.name for shard in local_shards(config, name, parameter.detach())]
         for key, value in optimizer.state.get(parameter, {}).items():
             tensor = torch.as_tensor(value).detach()
             if tensor.dim() == 0:
-                # The count of steps is one number for the whole parameter, and so each piece's.
-                found += [Slice(f"{name}/{key}", (), (), tensor) for name in names]
+                # Every unfused parameter gets the step count.
+                shards += [TensorShard(f"{unfused_name}/{key}", (), (), tensor) for unfused_name in names]
             else:
-                boxes = model.slices_of(whole, tensor)
-                found += [Slice(f"{box.name}/{key}", box.shape, box.offset, box.tensor) for box in boxes]
-    return found
+                shards += [
+                    TensorShard(f"{shard.name}/{key}", shard.shape, shard.offset, shard.tensor)
+                    for shard in local_shards(config, name, tensor)
+                ]
+    return shards
 
 
-def random_states() -> dict[str, Tensor]:
+def rng_states() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -96,23 +151,25 @@ def mark_best(root: Path, step: int, loss: float) -> None:
 
 
 def best_step(root: Path) -> int | None:
-    """The step that is marked as the best."""
+    """The step of the checkpoint with the best validation loss, if one is marked."""
     if not (root / BEST_FILE).is_file():
         return None
     step = manifest.read_json(root / BEST_FILE).get("step")
     if not isinstance(step, int):
-        raise CheckpointError(f"{root / BEST_FILE}: damaged: it names no step", "remove the file to use the newest")
+        raise CheckpointError(
+            f"{root / BEST_FILE}: damaged: it has no step", "remove this file to use the newest checkpoint"
+        )
     return step
 
 
-def remove_old(root: Path, keep_last: int | None) -> list[int]:
-    """Removes all but the newest `keep_last` checkpoints and the best one; returns the steps that went."""
+def prune_checkpoints(root: Path, keep_last: int | None) -> list[int]:
+    """Removes all but the newest `keep_last` checkpoints and the best one; returns the removed steps."""
     if keep_last is None:
         return []
     best = best_step(root)
-    gone = []
+    removed = []
     for step, folder in manifest.list_checkpoints(root)[:-keep_last]:
         if step != best:
             manifest.remove(folder)
-            gone.append(step)
-    return gone
+            removed.append(step)
+    return removed

@@ -1,4 +1,4 @@
-"""Settings: what they are (schema), where they come from (load)."""
+"""Settings: their definition (schema.py) and how they are loaded (load.py)."""
 
 from torchstone.config.load import load_config, to_dict
 from torchstone.config.schema import Config

@@ -1,7 +1,7 @@
-"""Reads JSON (comments allowed), YAML and TOML into one tree, remembering the line of every key.
+"""Reads JSON (with comments), YAML and TOML config files, with the line of every key.
 
-The line is what makes a wrong key a one-second fix. A key given twice is an error in all three formats: their own
-readers would let the last one win without a word.
+The line makes a wrong key a one-second fix. A duplicate key is an error in all three formats: the JSON and YAML
+libraries would silently use the last one.
 """
 
 from __future__ import annotations
@@ -20,63 +20,61 @@ from torchstone.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Tree:
-    """What a file says: nested dictionaries, and for each dotted key its line."""
+class ConfigFile:
+    """Nested dictionaries, and the line of each dotted key."""
 
     values: dict[str, Any]
     lines: dict[str, int]
 
 
-def read_tree(path: Path) -> Tree:
+def read_config_file(path: Path) -> ConfigFile:
     readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path}: a config file ends in .json, .yaml or .toml, not {path.suffix or 'nothing'}")
+        raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such config file", _similar_files(path)) from None
+        raise UsageError(f"config file {path} does not exist", _list_siblings(path)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
+        raise UsageError(f"{path}: cannot read the file: {error}") from None
     try:
-        tree = reader(text, path)
+        file = reader(text, path)
     except RecursionError:
-        raise UsageError(f"{path}: nested too deeply to be a config") from None
-    if not isinstance(tree.values, dict):
-        raise UsageError(f"{path}: the top of a config file is a mapping of sections, not {type(tree.values).__name__}")
-    return tree
+        raise UsageError(f"{path}: nested too deeply") from None
+    if not isinstance(file.values, dict):
+        raise UsageError(f"{path}: a config file must be a mapping of sections, not {type(file.values).__name__}")
+    return file
 
 
-def _similar_files(path: Path) -> str | None:
+def _list_siblings(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist either"
-    found = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".json", ".yaml", ".yml", ".toml"))
-    return f"config files in {path.parent}: {', '.join(found[:8])}" if found else None
+    names = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".json", ".yaml", ".yml", ".toml"))
+    return f"config files in {path.parent}: {', '.join(names[:8])}" if names else None
 
-
-# JSON
 
 _JSON_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/|[{}\[\]:,]|\n|[^\s"{}\[\]:,/]+|[^\S\n]+|.', re.DOTALL)
 
 
-def _read_json(text: str, path: Path) -> Tree:
-    clean = _without_comments(text)
+def _read_json(text: str, path: Path) -> ConfigFile:
+    clean = _strip_comments(text)
     try:
-        values = json.loads(clean, object_pairs_hook=lambda pairs: _unique(pairs, path))
+        values = json.loads(clean, object_pairs_hook=lambda pairs: _unique_keys(pairs, path))
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg}", _line_of(text, error.lineno)) from None
+        raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg}", _quote_line(text, error.lineno)) from None
     except ValueError as error:
         raise UsageError(f"{path}: not JSON: {error}") from None
-    return Tree(values, _json_lines(clean))
+    return ConfigFile(values, _json_lines(clean))
 
 
-def _without_comments(text: str) -> str:
-    """Comments and trailing commas become blanks, so that every line keeps its number."""
+def _strip_comments(text: str) -> str:
+    """Replaces comments and trailing commas with spaces, so that line numbers stay the same."""
     tokens = [_blank(token) if token.startswith(("//", "/*")) else token for token in _JSON_TOKEN.findall(text)]
-    marks = [number for number, token in enumerate(tokens) if not token.isspace()]
-    for this, following in pairwise(marks):
-        if tokens[this] == "," and tokens[following] in ("}", "]"):
-            tokens[this] = " "
+    visible = [index for index, token in enumerate(tokens) if not token.isspace()]
+    for index, following in pairwise(visible):
+        if tokens[index] == "," and tokens[following] in ("}", "]"):
+            tokens[index] = " "
     return "".join(tokens)
 
 
@@ -84,17 +82,17 @@ def _blank(token: str) -> str:
     return re.sub(r"[^\n]", " ", token)
 
 
-def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique_keys(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
-            raise UsageError(f"{path}: the key {key!r} is given twice in one object", "keep one of them")
-        found[key] = value
-    return found
+        if key in values:
+            raise UsageError(f"{path}: duplicate key {key!r} in one object", "keep one of them")
+        values[key] = value
+    return values
 
 
 def _json_lines(text: str) -> dict[str, int]:
-    """Walks the tokens with the path of open objects: a string followed by a colon is a key of the innermost one."""
+    """Returns the line of each dotted key. A string before a colon is a key of the innermost open object."""
     lines: dict[str, int] = {}
     open_objects: list[str] = []
     line, last_string, key, lists = 1, "", "", 0
@@ -114,11 +112,8 @@ def _json_lines(text: str) -> dict[str, int]:
     return lines
 
 
-# YAML
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: PyYAML reads 2e-5 as a string, since YAML 1.1 wants 2.0e-5."""
+    """Reads 2e-5 as a number. PyYAML reads it as a string, because YAML 1.1 requires 2.0e-5."""
 
 
 _Loader.add_implicit_resolver(
@@ -128,18 +123,18 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(text: str, path: Path) -> Tree:
+def _read_yaml(text: str, path: Path) -> ConfigFile:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            return Tree({}, {})
+            return ConfigFile({}, {})
         lines: dict[str, int] = {}
         _yaml_lines(node, (), lines, path)
-        return Tree(loader.construct_document(node), lines)
+        return ConfigFile(loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UsageError(f"{path}:{line}: not YAML: {error.problem}", _line_of(text, line)) from None
+        raise UsageError(f"{path}:{line}: not YAML: {error.problem}", _quote_line(text, line)) from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not YAML: {error}") from None
 
@@ -151,22 +146,19 @@ def _yaml_lines(node: yaml.Node, prefix: tuple[str, ...], lines: dict[str, int],
         key = (*prefix, str(key_node.value))
         line = key_node.start_mark.line + 1
         if ".".join(key) in lines:
-            raise UsageError(f"{path}:{line}: the key {'.'.join(key)} is given twice", "keep one of them")
+            raise UsageError(f"{path}:{line}: duplicate key {'.'.join(key)}", "keep one of them")
         lines[".".join(key)] = line
         _yaml_lines(value_node, key, lines, path)
 
 
-# TOML
-
-
-def _read_toml(text: str, path: Path) -> Tree:
+def _read_toml(text: str, path: Path) -> ConfigFile:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"at line (\d+)", str(error))
-        line = int(found.group(1)) if found else 1
-        raise UsageError(f"{path}:{line}: not TOML: {error}", _line_of(text, line)) from None
-    return Tree(values, _toml_lines(text))
+        match = re.search(r"at line (\d+)", str(error))
+        line = int(match.group(1)) if match else 1
+        raise UsageError(f"{path}:{line}: not TOML: {error}", _quote_line(text, line)) from None
+    return ConfigFile(values, _toml_lines(text))
 
 
 def _toml_lines(text: str) -> dict[str, int]:
@@ -182,6 +174,6 @@ def _toml_lines(text: str) -> dict[str, int]:
     return lines
 
 
-def _line_of(text: str, number: int) -> str:
+def _quote_line(text: str, number: int) -> str:
     lines = text.splitlines()
     return f"line {number} is: {lines[number - 1].strip()[:120]}" if 0 < number <= len(lines) else "the file ends early"

@@ -1,6 +1,6 @@
-"""The sentence under each field of the schema, as text for `--help` and the documentation.
+"""The help of every config key, from the sentence under its field in schema.py.
 
-Python drops strings that stand alone in a class body, so they are read from the source of schema.py.
+Python discards string literals in a class body, so they are read from the source.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torchstone.config.load import fields
 
 @cache
 def field_help() -> dict[str, str]:
-    """Every key of the config with its sentence."""
+    """Returns the help sentence of every config key."""
     module = ast.parse(inspect.getsource(schema))
     sentences: dict[str, dict[str, str]] = {}
     for node in module.body:
         if isinstance(node, ast.ClassDef):
-            sentences[node.name] = _under_fields(node)
+            sentences[node.name] = _field_docs(node)
     top = sentences["Config"]
     section_of = {f.name: str(f.type) for f in dataclasses.fields(schema.Config)}
-    found = {}
+    help_by_key = {}
     for key in fields():
         section, _, leaf = key.partition(".")
-        found[key] = sentences[section_of[section]][leaf] if leaf else top[section]
-    return found
+        help_by_key[key] = sentences[section_of[section]][leaf] if leaf else top[section]
+    return help_by_key
 
 
 def config_table() -> str:
@@ -45,22 +45,22 @@ def config_table() -> str:
 
 
 def _keys_of(section: str) -> list[tuple[str, str, str]]:
-    """Key, default as text (empty where there is none) and sentence."""
+    """Key, default as text (empty if there is none) and help."""
     default = getattr(schema.Config(), section)
     return [
-        (key, _shown(getattr(default, key.split(".")[1])), sentence)
+        (key, _format_default(getattr(default, key.split(".")[1])), sentence)
         for key, sentence in field_help().items()
         if key.startswith(f"{section}.")
     ]
 
 
 def _choices(key: str) -> str:
-    """The words a key may have, where it is one of a few; of several at once they are in the sentence."""
-    kinds = [fields()[key], *get_args(fields()[key])]
-    return ", ".join(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
+    """The choices of a Literal key, empty for other keys. The help sentence of a list names its choices."""
+    types = [fields()[key], *get_args(fields()[key])]
+    return ", ".join(value for type_ in types if get_origin(type_) is Literal for value in get_args(type_))
 
 
-def _shown(value: object) -> str:
+def _format_default(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(str(part) for part in value)
     if value is None:
@@ -68,8 +68,8 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _under_fields(node: ast.ClassDef) -> dict[str, str]:
-    found = {}
+def _field_docs(node: ast.ClassDef) -> dict[str, str]:
+    docs = {}
     for statement, following in zip(node.body, node.body[1:], strict=False):
         if (
             isinstance(statement, ast.AnnAssign)
@@ -77,19 +77,23 @@ def _under_fields(node: ast.ClassDef) -> dict[str, str]:
             and isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
         ):
-            found[statement.target.id] = " ".join(str(following.value.value).split())
-    return found
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
 
 
 def markdown_table() -> str:
     """All keys as a page of the documentation."""
-    lines = ["# Every key", "", "Made from the schema: `python -m torchstone.config.help > docs/config-keys.md`."]
+    lines = [
+        "# Config keys",
+        "",
+        "Generated from the schema: `python -m torchstone.config.help > docs/config-keys.md`.",
+    ]
     for section, title in schema.SECTION_HELP.items():
         lines += ["", f"## {section}: {title}", "", "| key | default | meaning |", "|---|---|---|"]
         for key, default, sentence in _keys_of(section):
             choices = f" One of: {_choices(key)}." if _choices(key) else ""
             lines.append(f"| `{key}` | {f'`{default}`' if default else ''} | {sentence}{choices} |")
-    lines += ["", "## beside the sections", "", "| key | default | meaning |", "|---|---|---|"]
+    lines += ["", "## Outside the sections", "", "| key | default | meaning |", "|---|---|---|"]
     lines.append(f"| `output_dir` | `{schema.Config().output_dir}` | {field_help()['output_dir']} |")
     return "\n".join(lines) + "\n"
 

@@ -1,12 +1,13 @@
-"""Every setting of a run: one frozen dataclass a section, and under each field the sentence that is its help.
+"""Every setting of a run: one frozen dataclass per section, and under each field the sentence that becomes its help.
 
-A key exists here only if something reads it: an accepted key that changes nothing would be a lie. What a value may be
-is in its type (`Count` is a whole number from 1, `Fraction` lies in [0, 1]); what several values must be together is in
-`check`. Files, the command line and Python all end here (load.py).
+A key exists here only if something reads it: an accepted key that changes nothing would be a lie. The type of a field
+limits its values (`PositiveInt` is an integer from 1, `Fraction` is in [0, 1]); `RULES` limits combinations of values.
+Files, the command line and Python all end up here (load.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -15,20 +16,22 @@ from torchstone.errors import UsageError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers a field takes, both ends included unless `above` or `below` says that one is not."""
+    """The allowed range of a number; both ends are included unless `exclude_min` or `exclude_max` is set."""
 
-    low: float
-    high: float | None = None
-    above: bool = False
-    below: bool = False
+    min: float
+    max: float | None = None
+    exclude_min: bool = False
+    exclude_max: bool = False
 
-    def holds(self, value: float) -> bool:
-        low_ok = value > self.low if self.above else value >= self.low
-        return low_ok and (self.high is None or (value < self.high if self.below else value <= self.high))
+    def contains(self, value: float) -> bool:
+        above_min = value > self.min if self.exclude_min else value >= self.min
+        if self.max is None:
+            return above_min
+        return above_min and (value < self.max if self.exclude_max else value <= self.max)
 
     def __str__(self) -> str:
-        low = f"{'more than' if self.above else 'at least'} {self.low:g}"
-        return low if self.high is None else f"{low} and {'less than' if self.below else 'at most'} {self.high:g}"
+        low = f"{'more than' if self.exclude_min else 'at least'} {self.min:g}"
+        return low if self.max is None else f"{low} and {'less than' if self.exclude_max else 'at most'} {self.max:g}"
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -37,301 +40,301 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FamilyName = Literal[
     "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text", "phi3", "gpt2"
 ]
-Count = Annotated[int, Range(1)]
-Natural = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(0, above=True)]
-NotNegative = Annotated[float, Range(0)]
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+PositiveFloat = Annotated[float, Range(0, exclude_min=True)]
+NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
-Beta = Annotated[float, Range(0, 1, below=True)]
-Seed = Annotated[int, Range(0, 2**63, below=True)]
-Zero = Annotated[int, Range(1, 3)]
-Threads = Annotated[int, Range(1, 1024)]
-Workers = Annotated[int, Range(0, 256)]
+Beta = Annotated[float, Range(0, 1, exclude_max=True)]
+Seed = Annotated[int, Range(0, 2**63, exclude_max=True)]
+ZeroStage = Annotated[int, Range(1, 3)]
+ThreadCount = Annotated[int, Range(1, 1024)]
+WorkerCount = Annotated[int, Range(0, 256)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = None
-    """Hugging Face folder, checkpoint or run folder to start from; without it a new model is made from model.depth."""
+    """Hugging Face folder, checkpoint or run to start from; without it, model.depth makes a new model."""
 
     tokenizer: str | None = None
     """Folder of the tokenizer, or demo:tokenizer for the built-in one; by default the one in model.path."""
 
     family: FamilyName = "llama"
-    """Architecture of a new model; a model from model.path keeps its own."""
+    """Architecture of a new model."""
 
-    depth: Count | None = None
-    """Layers of a new model; width, heads and initialisation follow from it and are printed."""
+    depth: PositiveInt | None = None
+    """Layers of a new model; width, heads and initialisation are derived from it and logged."""
 
-    width: Count | None = None
+    width: PositiveInt | None = None
     """Hidden size of a new model; by default 64 x depth."""
 
-    heads: Count | None = None
-    """Attention heads of a new model; by default one per 64 of width up to 1024 and one per 128 beyond."""
+    heads: PositiveInt | None = None
+    """Attention heads of a new model; by default width / 64 up to a width of 1024, and width / 128 above."""
 
-    kv_heads: Count | None = None
-    """Key/value heads of a new model; by default as many as heads."""
+    kv_heads: PositiveInt | None = None
+    """Key/value heads of a new model; by default the same as heads."""
 
-    mlp_width: Count | None = None
-    """Inner size of the MLP of a new model; by default 8/3 of the width, rounded up to a multiple of 64."""
+    mlp_width: PositiveInt | None = None
+    """MLP width of a new model; by default 8/3 x width, rounded up to a multiple of 64 (gpt2: 4 x width)."""
 
     tied: bool = True
-    """Whether the output head of a new model is the embedding matrix."""
+    """Tie the output head of a new model to its embedding."""
 
-    rope_theta: Positive = 10000.0
-    """Base of the rotary positions of a new model."""
+    rope_theta: PositiveFloat = 10000.0
+    """RoPE base of a new model."""
 
-    init_std: Positive | None = None
-    """Standard deviation of a new model's matrices; by default sqrt(2 / (5 x width))."""
+    init_std: PositiveFloat | None = None
+    """Standard deviation of a new model's initial weights; by default sqrt(2 / (5 x width))."""
 
     implementation: Literal["auto", "native", "fallback"] = "auto"
-    """The decoder of this package (native) or Transformers' own code (fallback); auto is native where it can be."""
+    """native is the decoder of this package, fallback is Transformers' own code; auto is native if possible."""
 
     trust_remote_code: bool = False
-    """Run code that lies in the folder of model.path, for models that Transformers does not know."""
+    """Run code from the folder of model.path, for models that are not in Transformers."""
 
     attention: Literal["auto", "sdpa", "flash", "flex", "eager", "flash-attn", "fa3"] = "auto"
-    """Kernel of attention; auto takes the fastest that keeps documents apart here, and says which."""
+    """Attention kernel; auto selects the fastest one that separates packed documents, and logs it."""
 
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()
-    """Matrices that run as one, of: qkv, gate_up. Files keep the names of their family."""
+    """Projections to fuse into one matrix: qkv, gate_up. Saved files do not change."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing: compute again in the backward pass what is cheap (selective) or each block (full)."""
+    """Activation checkpointing: recompute each block (full), or all but attention and half the matmuls (selective)."""
 
     compile: Literal["none", "block", "whole"] = "none"
-    """torch.compile for each block, or for the whole model."""
+    """torch.compile of each block, or of the whole model."""
 
     liger: tuple[Literal["auto", "norm", "rope", "mlp", "loss"], ...] = ()
-    """Kernels of Liger, of: norm, rope, mlp, loss; auto takes those installed and useful here, and says which."""
+    """Liger kernels: norm, rope, mlp, loss; auto selects those that are installed and useful, and logs them."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     path: tuple[str, ...] | None = None
-    """What to train on: a file (JSONL, .gz, .zst, parquet), a folder, a glob, several with commas; or demo:corpus."""
+    """Training data: a file (JSONL, .gz, .zst, parquet), folder or glob; several with commas; or demo:corpus."""
 
-    weights: tuple[Positive, ...] = ()
-    """Shares of the samples that come from each path, in any unit; without them every row is seen once an epoch."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """Relative share of the samples from each path; without weights every row is seen once per epoch."""
 
     format: tuple[Format, ...] = ("auto",)
-    """Shape of the rows, one for all paths or one for each; auto recognises it by the keys of the first row."""
+    """Row format, one for all paths or one for each; auto detects it from the keys of the first row."""
 
-    context_length: Count = 1024
-    """Longest sequence in tokens; with text and packing, the length of every row."""
+    context_length: PositiveInt = 1024
+    """Maximum sequence length in tokens; for packed text, the length of every row."""
 
-    max_samples: Count | None = None
-    """Rows taken of each path, from its beginning; by default all."""
+    max_samples: PositiveInt | None = None
+    """Number of rows to use from the start of each path; by default all."""
 
     packing: bool = True
-    """Put several documents or conversations in one row, kept apart by attention; otherwise pad."""
+    """Pack several documents or conversations into one row, separated by the attention mask; otherwise pad."""
 
     text_packing: Literal["stream", "best-fit"] = "stream"
-    """Rows of packed text: cut from one long stream of documents, or whole documents where they fit best."""
+    """Packed text: one stream of documents cut into rows, or complete documents placed by best fit."""
 
     chat_template: str | None = None
-    """A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own template. It is saved with the model."""
+    """A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own. It is saved with the model."""
 
     train_on: str = "assistant"
-    """What of a conversation is trained: roles (assistant,tool), its last answer (last), all, or by message (flag)."""
+    """Messages to train on: roles (assistant,tool), the last answer (last), all, or by each message's flag (flag)."""
 
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What a row that cannot be read or trained on does; skipped rows are counted and kept in a quarantine file."""
+    """What to do with a row that cannot be read or trained on; skipped rows are counted and written to a file."""
 
     on_long_row: Literal["auto", "drop", "truncate", "split"] = "auto"
-    """What becomes of a row longer than context_length, counted; auto splits text and drops the others."""
+    """What to do with a row longer than context_length; auto splits text and drops other rows. Both are counted."""
 
     shuffle: bool = True
-    """Draw samples in a random order that depends on training.seed and the epoch alone."""
+    """Draw samples in a random order, which depends only on training.seed and the epoch."""
 
     validation_path: tuple[str, ...] | None = None
-    """What to validate on, as data.path; or demo:heldout."""
+    """Validation data, with the same choices as data.path; or demo:heldout."""
 
     validation_split: Fraction = 0.0
-    """Share of data.path held out for validation, chosen by training.seed; never trained on."""
+    """Share of data.path held out for validation, chosen by training.seed."""
 
     cache_dir: str = "cache/datasets"
-    """Where the tokenized data is kept, keyed by everything that decides its contents."""
+    """Folder of the token cache; its entries are keyed by everything that decides their contents."""
 
-    prepare_workers: Workers | None = None
-    """Processes that tokenize; by default one a core, none for small files; 0 tokenizes in this process."""
+    prepare_workers: WorkerCount | None = None
+    """Processes that tokenize; by default one per core, and none for small files; 0 tokenizes in this process."""
 
-    num_workers: Workers = 1
-    """Threads that build micro-batches ahead of the step; 0 builds them in the training thread."""
+    num_workers: WorkerCount = 1
+    """Threads that build micro-batches ahead; 0 builds them in the training thread."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     mode: Literal["epoch", "step", "token", "infinite"] | None = None
-    """What ends the run; by default the limit that is given. Other limits, where given, end it too."""
+    """Require one limit (max_epochs, max_steps, max_tokens), or none (infinite). The first one reached ends the run."""
 
-    max_steps: Count | None = None
-    """Optimizer steps after which the run ends."""
+    max_steps: PositiveInt | None = None
+    """Number of optimizer steps."""
 
-    max_epochs: Positive | None = None
-    """Passes over the data after which the run ends; one where no limit at all is given."""
+    max_epochs: PositiveFloat | None = None
+    """Passes over the data; one if no limit is set."""
 
-    max_tokens: Count | None = None
-    """Tokens, padding not counted, after which the run ends (at the end of that step)."""
+    max_tokens: PositiveInt | None = None
+    """Tokens to train on, without padding; the run ends with the step that reaches this number."""
 
-    global_batch_size: Count | None = None
+    global_batch_size: PositiveInt | None = None
     """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise."""
 
-    batch_size: Count | None = None
-    """Rows per device and micro-step where rows are not packed conversations; by default 8 for text, 4 for chat."""
+    batch_size: PositiveInt | None = None
+    """Rows per device and micro-step, except for packed conversations; by default 8 for text, 4 for conversations."""
 
-    grad_accum_steps: Count | None = None
-    """Micro-steps per optimizer step; follows from the batch sizes unless given, and then the global size follows."""
+    grad_accum_steps: PositiveInt | None = None
+    """Micro-steps per optimizer step; by default derived from the batch sizes. If set, the global size is derived."""
 
-    max_tokens_per_gpu: Count | None = None
-    """Tokens per device and micro-step where conversations are packed; by default context_length."""
+    max_tokens_per_gpu: PositiveInt | None = None
+    """Tokens per device and micro-step for packed conversations; by default context_length."""
 
     seed: Seed = 0
     """Seed of the initialisation, the order of the data and the validation split."""
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"
-    """Numbers of weights and compute: fp32, bf16 (computed in bf16; weights, reduction and moments fp32), bf16-pure."""
+    """fp32, bf16 (bf16 compute; fp32 weights, reduction and moments), or bf16-pure (also bf16 weights and moments)."""
 
-    validate_every_steps: Count | None = None
-    """Validate after every so many optimizer steps."""
+    validate_every_steps: PositiveInt | None = None
+    """Validate every n optimizer steps."""
 
-    validate_every_epochs: Positive | None = None
-    """Validate whenever so many passes over the data are complete."""
+    validate_every_epochs: PositiveFloat | None = None
+    """Validate every n epochs, such as 0.5."""
 
-    validate_every_samples: Count | None = None
-    """Validate whenever so many samples have been seen."""
+    validate_every_samples: PositiveInt | None = None
+    """Validate every n samples."""
 
     validate_at_end: bool = True
-    """Validate once more when the run ends, where there is validation data."""
+    """Validate at the end of the run, if there is validation data."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    learning_rate: NotNegative = 3e-4
+    learning_rate: NonNegativeFloat = 3e-4
     """Peak learning rate of AdamW."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
 
-    eps: Positive = 1e-8
-    """Term added to the denominator of AdamW."""
+    eps: PositiveFloat = 1e-8
+    """Epsilon in the denominator of AdamW."""
 
-    weight_decay: NotNegative = 0.1
-    """Decoupled weight decay of the parameters that optim.no_decay does not name."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of all parameters except those of optim.no_decay."""
 
     no_decay: tuple[str, ...] = ("norm", "bias", "embed")
-    """Kinds of parameters without weight decay, of: norm, bias, embed, head, matrix."""
+    """Kinds of parameters without weight decay: norm, bias, embed, head, matrix."""
 
-    max_grad_norm: NotNegative = 1.0
-    """Gradients are scaled down to this global norm; 0 leaves them as they are."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip gradients to this global norm; 0 turns clipping off."""
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Learning rate after warm-up: constant, linear or cosine decay, or warmup-stable-decay."""
 
-    warmup_steps: Natural = 0
-    """Steps over which the learning rate rises linearly from zero."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up."""
 
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end of the run as a share of the peak."""
+    """Final learning rate as a share of the peak."""
 
-    decay_steps: Count | None = None
+    decay_steps: PositiveInt | None = None
     """Steps of the final decay of wsd; by default a fifth of the run."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    dp_replicate: Count = 1
-    """Whole copies of the model, each on ranks of its own; gradients are summed over them."""
+    dp_replicate: PositiveInt = 1
+    """Replicas of the model; their gradients are summed."""
 
-    dp_shard: Count | None = None
-    """Ranks over which one copy is sharded by FSDP2; by default all that the other sizes leave."""
+    dp_shard: PositiveInt | None = None
+    """Ranks that shard one replica with FSDP2; by default all remaining ranks."""
 
-    tp: Count = 1
-    """Ranks that share every matrix (tensor parallelism); best within one machine."""
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks, which shard every matrix; best within one machine."""
 
-    pp: Count = 1
-    """Stages of layers, one after the other (pipeline parallelism)."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel ranks, which hold different layers."""
 
-    zero: Zero = 3
-    """What dp_shard shards: 1 moments, 2 gradients too, 3 parameters too; 1 and 2 hold all parameters in a step."""
+    zero: ZeroStage = 3
+    """ZeRO stage: 1 shards moments, 2 also gradients, 3 also parameters; 1 and 2 gather all parameters in a step."""
 
     sequence: bool = True
-    """With tp, norms and the residual stream are shared out along the sequence too; the same numbers, less memory."""
+    """Sequence parallelism with tp: shard norms and the residual stream along the sequence; saves memory."""
 
     reduce: Literal["auto", "each", "once"] = "auto"
-    """Gradients are reduced over ranks at each micro-step, or once a step, which keeps all of them whole in fp32; auto
-    is once for zero 1, for copies alone and for pipelines, and each for zero 2 and 3."""
+    """Reduce gradients at each micro-step, or once per step, which keeps unsharded fp32 gradients; auto is once for
+    zero 1, for replicas without shards and for pipelines, and each for zero 2 and 3."""
 
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """Order of a pipeline's work; interleaved gives each rank several stages, waits less and sends more."""
+    """Pipeline schedule; interleaved has several stages per rank, a smaller bubble and more communication."""
 
-    stages_per_rank: Count | None = None
-    """Stages of a rank with schedule interleaved; by default 2."""
+    stages_per_rank: PositiveInt | None = None
+    """Stages per rank with schedule interleaved; by default 2."""
 
-    stage_layers: tuple[Count, ...] = ()
-    """Layers of each stage, first to last; by default balanced, the head counting by its size."""
+    stage_layers: tuple[PositiveInt, ...] = ()
+    """Layers of each pipeline stage; by default balanced, including the cost of the head."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: Count | None = None
-    """Save after every so many optimizer steps."""
+    every_steps: PositiveInt | None = None
+    """Save every n optimizer steps."""
 
-    every_samples: Count | None = None
-    """Save whenever so many samples have been seen."""
+    every_samples: PositiveInt | None = None
+    """Save every n samples."""
 
-    every_epochs: Positive | None = None
-    """Save whenever so many passes over the data are complete."""
+    every_epochs: PositiveFloat | None = None
+    """Save every n epochs, such as 0.5."""
 
     at_end: bool = True
-    """Save when the run ends."""
+    """Save at the end of the run."""
 
     save_best: bool = False
-    """Save after a validation that is the best so far, and keep that checkpoint."""
+    """Save after a validation with the best loss so far, and keep that checkpoint."""
 
-    keep_last: Count | None = None
-    """Newest checkpoints to keep beside the best one; by default all."""
+    keep_last: PositiveInt | None = None
+    """Checkpoints to keep besides the best one; by default all."""
 
     resume: str = "auto"
-    """auto goes on from the newest whole checkpoint of output_dir, never refuses a used folder, a path names one."""
+    """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    log_every_steps: Count = 1
+    log_every_steps: PositiveInt = 1
     """Steps between two console lines; metrics.jsonl has every step."""
 
     console: Literal["auto", "bar", "lines", "quiet"] = "auto"
-    """Progress bar, a line a step, or nothing but warnings; auto draws a bar on a terminal and lines elsewhere."""
+    """Progress bar, a line per step, or warnings only; auto shows a bar on a terminal and lines elsewhere."""
 
     ranks: Literal["first", "all"] = "first"
-    """Whose lines are shown where there are several processes; each has all of its own in logs/rank-N.log."""
+    """Ranks whose lines are shown on the terminal; every rank has its own log in logs/rank-N.log."""
 
 
 @dataclass(frozen=True)
 class SystemConfig:
     device: Device = "auto"
-    """Where to train; auto takes CUDA where there is any."""
+    """Device; auto is CUDA if available."""
 
-    device_id: Natural | None = None
-    """The one of the visible CUDA devices to train on, in one process; by default all of them, a process each."""
+    device_id: NonNegativeInt | None = None
+    """Index of the visible CUDA device for a single process; by default all of them, one process each."""
 
-    threads: Threads | None = None
+    threads: ThreadCount | None = None
     """CPU threads of torch; by default torch's own choice."""
 
-    hang_timeout: Positive = 1800.0
-    """Seconds without a sign of progress after which a worker is taken for hung, and the run for failed."""
+    hang_timeout: PositiveFloat = 1800.0
+    """Seconds without progress after which a worker counts as hung and the run fails."""
 
-    join_timeout: Positive = 3600.0
-    """Seconds that workers and nodes wait for the others to be there when a run starts."""
+    join_timeout: PositiveFloat = 3600.0
+    """Seconds that workers and nodes wait for each other when a run starts."""
 
-    save_grace: Positive = 300.0
-    """Seconds that workers have to save when a signal has asked the run to end; then they are killed."""
+    save_grace: PositiveFloat = 300.0
+    """Seconds that workers have to save after a stop signal, before they are killed."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `output_dir` is the one key outside a section."""
+    """The complete config of a run. `output_dir` is the only key outside a section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -343,146 +346,216 @@ class Config:
     system: SystemConfig = field(default_factory=SystemConfig)
 
     output_dir: str = "runs/train"
-    """Folder of the run: config.json, metrics.jsonl, checkpoints."""
+    """Folder of the run: config.json, metrics.jsonl, checkpoints, logs."""
 
 
 SECTION_HELP = {
-    "model": "what is trained",
-    "data": "what it is trained on",
-    "training": "how long, in which batches, with which numbers",
-    "optim": "AdamW, its schedule and clipping",
-    "parallel": "how processes share the model and the batch",
-    "checkpoint": "what is saved, and where to go on from",
-    "observe": "what is shown",
-    "system": "where it runs",
+    "model": "the model",
+    "data": "the data",
+    "training": "length, batch sizes, precision, validation",
+    "optim": "AdamW, learning-rate schedule, clipping",
+    "parallel": "parallelism",
+    "checkpoint": "saving and resuming",
+    "observe": "console output",
+    "system": "devices and timeouts",
 }
 
-# What says how a new model looks, and so has no meaning beside model.path (whose tokenizer may be replaced).
+# Keys that describe a new model. With model.path only the tokenizer may be set: it replaces the model's own.
 NEW_MODEL_KEYS = (
     "model.family", "model.depth", "model.width", "model.heads", "model.kv_heads", "model.mlp_width",
     "model.tied", "model.rope_theta", "model.init_std", "model.tokenizer",
 )  # fmt: skip
 
 Job = Literal["train", "data"]
-# Rows per device and micro-step where training.batch_size is not given.
-ROWS_OF_TEXT, ROWS_OF_CHAT = 8, 4
-DECAY_KINDS = ("norm", "bias", "embed", "head", "matrix")
+# Rows per device and micro-step if training.batch_size is not set.
+DEFAULT_TEXT_ROWS, DEFAULT_CHAT_ROWS = 8, 4
+PARAMETER_KINDS = ("norm", "bias", "embed", "head", "matrix")
 
 
-class Impossible(UsageError):
-    """Values that cannot stand together; `key` is the one to change, so that the message can say where it was set."""
+class InvalidConfig(UsageError):
+    """A combination of values that cannot work; `key` is the one to change."""
 
     def __init__(self, key: str, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
         self.key = key
 
 
-def check(config: Config, job: Job = "train") -> None:
-    """What a type cannot say: values that contradict each other. Looking at data needs a tokenizer, but no model."""
-    model, data, training, optim = config.model, config.data, config.training, config.optim
-    if model.path is None and model.depth is None and job == "train":
-        raise Impossible(
-            "model.depth", "nothing to train: neither model.path nor model.depth is set",
-            "--model.path FOLDER starts from a Hugging Face model, --model.depth 4 makes a new one",
-        )  # fmt: skip
-    if model.path is not None:
-        for key in NEW_MODEL_KEYS:
-            name = key.removeprefix("model.")
-            if getattr(model, name) != getattr(ModelConfig, name) and name != "tokenizer":
-                raise Impossible(
-                    key, f"{key} shapes a new model, but model.path loads one", f"leave out {key} or model.path"
-                )
-    if model.path is None and model.tokenizer is None:
-        raise Impossible(
-            "model.tokenizer", "no tokenizer: neither model.tokenizer nor model.path is set",
-            "--model.tokenizer FOLDER, or --model.tokenizer demo:tokenizer for the built-in one",
-        )  # fmt: skip
-    if not data.path:
-        raise Impossible(
-            "data.path", "nothing to train on: data.path is not set",
-            "--data.path FILE.jsonl, or --data.path demo:corpus for the built-in corpus",
-        )  # fmt: skip
-    if data.weights and len(data.weights) != len(data.path):
-        raise Impossible(
-            "data.weights", f"{len(data.weights)} data.weights for {len(data.path)} paths", "give one for each path"
-        )
-    if len(data.format) not in (1, len(data.path)):
-        raise Impossible(
-            "data.format", f"{len(data.format)} shapes in data.format for {len(data.path)} paths",
-            "give one for all, or one for each path",
-        )  # fmt: skip
-    if data.validation_path is not None and data.validation_split > 0:
-        raise Impossible(
-            "data.validation_split", "both data.validation_path and data.validation_split are set", "keep one of them"
-        )
-    if data.validation_path is None and data.validation_split == 0:
-        wanted = {
-            f"training.{key}": getattr(training, key) for key in vars(training) if key.startswith("validate_every")
-        }
-        wanted["checkpoint.save_best"] = config.checkpoint.save_best or None
-        for key, value in wanted.items():
-            if value is not None:
-                raise Impossible(
-                    key, f"{key} is set, but there is nothing to validate on",
-                    "add --data.validation_path FILE.jsonl or --data.validation_split 0.05",
-                )  # fmt: skip
-    if data.validation_split == 1:
-        raise Impossible("data.validation_split", "data.validation_split 1 leaves nothing to train on")
-    if not data.cache_dir:
-        raise Impossible("data.cache_dir", "data.cache_dir is empty", "--data.cache_dir cache/datasets")
-    if not config.output_dir:
-        raise Impossible("output_dir", "output_dir is empty", "--output-dir runs/NAME")
-    _check_limits(training, optim)
-    _check_pipeline(config.parallel)
-    if optim.decay_steps is not None and optim.schedule != "wsd":
-        raise Impossible("optim.decay_steps", f"optim.decay_steps is for schedule wsd, not {optim.schedule}")
-    if optim.min_lr_ratio > 0 and optim.schedule == "constant":
-        raise Impossible("optim.min_lr_ratio", "optim.min_lr_ratio is for schedules that decay, not constant")
-    unknown = [kind for kind in optim.no_decay if kind not in DECAY_KINDS]
-    if unknown:
-        raise Impossible(
-            "optim.no_decay", f"optim.no_decay names unknown kinds: {', '.join(unknown)}",
-            f"the kinds are {', '.join(DECAY_KINDS)}",
-        )  # fmt: skip
+@dataclass(frozen=True)
+class Rule:
+    """A combination of values that is not allowed. Message and hint are formatted with `c`, the config."""
+
+    key: str
+    is_violated: Callable[[Config], bool]
+    message: str
+    hint: str | None = None
+    # Preparing or inspecting data needs a tokenizer, but no model.
+    only_for_training: bool = False
 
 
-def _check_pipeline(parallel: ParallelConfig) -> None:
-    for name in ("stages_per_rank", "stage_layers"):
-        if getattr(parallel, name) and parallel.pp == 1:
-            raise Impossible(f"parallel.{name}", f"parallel.{name} is for pipelines, and parallel.pp is 1")
-    if parallel.schedule == "interleaved" and parallel.pp == 1:
-        raise Impossible("parallel.schedule", "parallel.schedule interleaved is for pipelines, and parallel.pp is 1")
-    if parallel.stages_per_rank not in (None, 1) and parallel.schedule != "interleaved":
-        raise Impossible(
-            "parallel.stages_per_rank", "parallel.schedule 1f1b has one stage a rank",
-            "use --parallel.schedule interleaved",
-        )  # fmt: skip
-    if parallel.stages_per_rank == 1 and parallel.schedule == "interleaved":
-        raise Impossible("parallel.stages_per_rank", "parallel.schedule interleaved needs at least 2 stages a rank")
-    stages = parallel.pp * stages_per_rank(parallel)
-    if parallel.stage_layers and len(parallel.stage_layers) != stages:
-        raise Impossible(
-            "parallel.stage_layers", f"{len(parallel.stage_layers)} sizes for {stages} stages", "give one for each"
-        )
-    if parallel.reduce == "each" and parallel.pp > 1:
-        raise Impossible("parallel.reduce", "with pipelines gradients are reduced once a step")
+def validate(config: Config, job: Job = "train") -> None:
+    """Raises InvalidConfig for the first violated rule."""
+    for rule in RULES:
+        if (job == "train" or not rule.only_for_training) and rule.is_violated(config):
+            hint = None if rule.hint is None else rule.hint.format(c=config)
+            raise InvalidConfig(rule.key, rule.message.format(c=config), hint)
 
 
 def stages_per_rank(parallel: ParallelConfig) -> int:
     return parallel.stages_per_rank or (2 if parallel.schedule == "interleaved" else 1)
 
 
-def _check_limits(training: TrainingConfig, optim: OptimConfig) -> None:
-    limits = {"step": training.max_steps, "epoch": training.max_epochs, "token": training.max_tokens}
-    if training.mode == "infinite":
-        given = [f"training.max_{mode}s" for mode, limit in limits.items() if limit is not None]
-        if given:
-            raise Impossible("training.mode", f"training.mode infinite never ends, but {', '.join(given)} is set")
-        if optim.schedule != "constant":
-            raise Impossible(
-                "optim.schedule", f"training.mode infinite has no end for optim.schedule {optim.schedule} to decay to",
-                "use --optim.schedule constant (warm-up still works)",
-            )  # fmt: skip
-    elif training.mode is not None and limits[training.mode] is None:
-        key = f"training.max_{training.mode}s"
-        raise Impossible(key, f"training.mode {training.mode} needs {key}", f"add --{key} N")
+def _new_model_rule(key: str) -> Rule:
+    name = key.removeprefix("model.")
+    return Rule(
+        key,
+        lambda c: c.model.path is not None and getattr(c.model, name) != getattr(ModelConfig, name),
+        f"{key} is for a new model, but model.path loads an existing one",
+        f"leave out {key} or model.path",
+    )
+
+
+def _validation_rule(section: str, name: str) -> Rule:
+    return Rule(
+        f"{section}.{name}",
+        lambda c: (
+            c.data.validation_path is None
+            and c.data.validation_split == 0
+            and getattr(getattr(c, section), name) not in (None, False)
+        ),
+        f"{section}.{name} is set, but there is no validation data",
+        "add --data.validation_path FILE.jsonl or --data.validation_split 0.05",
+    )
+
+
+def _mode_rules(mode: str) -> list[Rule]:
+    key = f"training.max_{mode}s"
+    return [
+        Rule(
+            "training.mode",
+            lambda c: c.training.mode == "infinite" and getattr(c.training, f"max_{mode}s") is not None,
+            f"training.mode infinite never ends, but {key} is set",
+            f"leave out {key} or training.mode",
+        ),
+        Rule(
+            key,
+            lambda c: c.training.mode == mode and getattr(c.training, f"max_{mode}s") is None,
+            f"training.mode {mode} needs {key}",
+            f"add --{key} N",
+        ),
+    ]
+
+
+def _pipeline_rule(name: str, is_set: Callable[[ParallelConfig], bool]) -> Rule:
+    return Rule(
+        f"parallel.{name}",
+        lambda c: c.parallel.pp == 1 and is_set(c.parallel),
+        f"parallel.{name} is for pipelines, but parallel.pp is 1",
+        f"leave out parallel.{name}, or set --parallel.pp",
+    )
+
+
+RULES = [
+    Rule(
+        "model.depth",
+        lambda c: c.model.path is None and c.model.depth is None,
+        "no model: neither model.path nor model.depth is set",
+        "--model.path FOLDER starts from a Hugging Face model, --model.depth 4 makes a new one",
+        only_for_training=True,
+    ),
+    *(_new_model_rule(key) for key in NEW_MODEL_KEYS if key != "model.tokenizer"),
+    Rule(
+        "model.tokenizer",
+        lambda c: c.model.path is None and c.model.tokenizer is None,
+        "no tokenizer: neither model.tokenizer nor model.path is set",
+        "use --model.tokenizer FOLDER, or --model.tokenizer demo:tokenizer for the built-in one",
+    ),
+    Rule(
+        "data.path",
+        lambda c: not c.data.path,
+        "no training data: data.path is not set",
+        "use --data.path FILE.jsonl, or --data.path demo:corpus for the built-in corpus",
+    ),
+    Rule(
+        "data.weights",
+        lambda c: bool(c.data.weights) and len(c.data.weights) != len(c.data.path or ()),
+        "data.weights {c.data.weights} and data.path {c.data.path} have different lengths",
+        "give one weight per path",
+    ),
+    Rule(
+        "data.format",
+        lambda c: len(c.data.format) not in (1, len(c.data.path or ())),
+        "data.format {c.data.format} and data.path {c.data.path} have different lengths",
+        "give one format for all paths, or one per path",
+    ),
+    Rule(
+        "data.validation_split",
+        lambda c: c.data.validation_path is not None and c.data.validation_split > 0,
+        "both data.validation_path and data.validation_split are set",
+        "leave out one of them",
+    ),
+    *(_validation_rule("training", f"validate_every_{unit}") for unit in ("steps", "epochs", "samples")),
+    _validation_rule("checkpoint", "save_best"),
+    Rule(
+        "data.validation_split",
+        lambda c: c.data.validation_split == 1,
+        "data.validation_split 1 leaves no training data",
+        "use a smaller share, such as 0.05",
+    ),
+    Rule("data.cache_dir", lambda c: not c.data.cache_dir, "data.cache_dir is empty", "use a folder name"),
+    Rule("output_dir", lambda c: not c.output_dir, "output_dir is empty", "use --output-dir runs/NAME"),
+    *(rule for mode in ("step", "epoch", "token") for rule in _mode_rules(mode)),
+    Rule(
+        "optim.schedule",
+        lambda c: c.training.mode == "infinite" and c.optim.schedule != "constant",
+        "training.mode infinite has no end, so optim.schedule {c.optim.schedule} cannot decay",
+        "use --optim.schedule constant (warm-up still works)",
+    ),
+    _pipeline_rule("stages_per_rank", lambda p: p.stages_per_rank is not None),
+    _pipeline_rule("stage_layers", lambda p: bool(p.stage_layers)),
+    _pipeline_rule("schedule", lambda p: p.schedule == "interleaved"),
+    Rule(
+        "parallel.stages_per_rank",
+        lambda c: c.parallel.stages_per_rank not in (None, 1) and c.parallel.schedule != "interleaved",
+        "parallel.schedule 1f1b has one stage per rank",
+        "use --parallel.schedule interleaved",
+    ),
+    Rule(
+        "parallel.stages_per_rank",
+        lambda c: c.parallel.stages_per_rank == 1 and c.parallel.schedule == "interleaved",
+        "parallel.schedule interleaved needs at least 2 stages per rank",
+        "use --parallel.stages_per_rank 2",
+    ),
+    Rule(
+        "parallel.stage_layers",
+        lambda c: (
+            bool(c.parallel.stage_layers)
+            and len(c.parallel.stage_layers) != c.parallel.pp * stages_per_rank(c.parallel)
+        ),
+        "parallel.stage_layers {c.parallel.stage_layers} does not have one number per stage",
+        "there are parallel.pp {c.parallel.pp} x stages_per_rank stages",
+    ),
+    Rule(
+        "parallel.reduce",
+        lambda c: c.parallel.reduce == "each" and c.parallel.pp > 1,
+        "parallel.reduce each does not work with pipelines, which reduce gradients once per step",
+        "leave out parallel.reduce",
+    ),
+    Rule(
+        "optim.decay_steps",
+        lambda c: c.optim.decay_steps is not None and c.optim.schedule != "wsd",
+        "optim.decay_steps is for schedule wsd, not {c.optim.schedule}",
+        "leave it out, or use --optim.schedule wsd",
+    ),
+    Rule(
+        "optim.min_lr_ratio",
+        lambda c: c.optim.min_lr_ratio > 0 and c.optim.schedule == "constant",
+        "optim.min_lr_ratio is for schedules that decay, not constant",
+        "leave it out, or use --optim.schedule cosine",
+    ),
+    Rule(
+        "optim.no_decay",
+        lambda c: not set(c.optim.no_decay) <= set(PARAMETER_KINDS),
+        "optim.no_decay {c.optim.no_decay} has an unknown kind of parameter",
+        f"the kinds are {', '.join(PARAMETER_KINDS)}",
+    ),
+]

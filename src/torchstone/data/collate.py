@@ -1,8 +1,7 @@
-"""Sequences to the four tensors of a micro-batch, all of shape [B, T].
+"""Collates sequences into the four tensors of a micro-batch, all of shape [B, T].
 
-Labels are shifted here, once, for good: `labels[b, t]` is the token that position t must predict, or -100. So the first
-token of a sequence is nobody's target and the last one predicts nothing, packed or not. Padding is a document of its
-own, -1.
+Labels are shifted here, once: `labels[b, t]` is the token that position t must predict, or -100. So the first token of
+a sequence is never a target and the last one predicts nothing, packed or not. Padding is a document of its own, -1.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchstone.data.encode import Encoded
-from torchstone.data.formats import IGNORED
+from torchstone.data.encode import TokenSequence
+from torchstone.data.formats import IGNORE_INDEX
 
-PADDING = -1
-# Rows end at a multiple of this, so that kernels and compilers meet few shapes.
-BUCKET = 8
+PADDING_DOC_ID = -1
+# Row lengths are a multiple of this, so that kernels and compilers see few shapes.
+LENGTH_MULTIPLE = 8
 
 
 class MicroBatch(NamedTuple):
@@ -33,26 +32,26 @@ class MicroBatch(NamedTuple):
         return MicroBatch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
 
 
-def collate(rows: list[list[Encoded]], pad_id: int, multiple: int = BUCKET) -> MicroBatch:
-    """`rows` of sequences side by side, padded on the right to a `multiple` of tokens.
+def collate(rows: list[list[TokenSequence]], pad_id: int, multiple: int = LENGTH_MULTIPLE) -> MicroBatch:
+    """Rows of concatenated sequences, padded on the right to a `multiple` of tokens.
 
-    No rows at all are one row of padding: the part of a rank that has nothing left to do but must keep step.
+    Without rows it is one row of padding, for a rank that has no samples left in a micro-step.
     """
     rows = rows or [[]]
     longest = max(sum(len(sequence.ids) for sequence in row) for row in rows)
-    width = max(1, -(-longest // multiple)) * multiple
-    ids: np.ndarray = np.full((len(rows), width), pad_id, dtype=np.int64)
-    labels = np.full_like(ids, IGNORED)
+    length = max(1, -(-longest // multiple)) * multiple
+    ids: np.ndarray = np.full((len(rows), length), pad_id, dtype=np.int64)
+    labels = np.full_like(ids, IGNORE_INDEX)
     positions = np.zeros_like(ids)
-    doc_ids = np.full_like(ids, PADDING)
+    doc_ids = np.full_like(ids, PADDING_DOC_ID)
     for b, row in enumerate(rows):
         start = 0
         for document, sequence in enumerate(row):
             size = len(sequence.ids)
-            here = slice(start, start + size)
-            ids[b, here] = sequence.ids
+            columns = slice(start, start + size)
+            ids[b, columns] = sequence.ids
             labels[b, start : start + size - 1] = sequence.labels[1:]
-            positions[b, here] = np.arange(size)
-            doc_ids[b, here] = document
+            positions[b, columns] = np.arange(size)
+            doc_ids[b, columns] = document
             start += size
     return MicroBatch(*(torch.from_numpy(array) for array in (ids, labels, positions, doc_ids)))

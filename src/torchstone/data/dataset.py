@@ -1,8 +1,8 @@
-"""The data path as PyTorch's DataLoader knows it, for loops of one's own: pre-tokenized rows to packed batches.
+"""A PyTorch DataLoader of packed batches from pre-tokenized rows, for custom training loops.
 
-`torchstone train` does not go this way (loader.py), but the parts are the same: the token cache, the endless order, the
-assignment to ranks. Batches are as Transformers takes them: labels are not shifted, and the first label of every
-sequence is -100, because nothing in a packed row predicts it.
+`torchstone train` uses loader.py instead, with the same parts: the token cache, the endless sampler, the assignment to
+ranks. Batches are in Transformers' form: labels are not shifted, and the first label of every sequence is -100, because
+nothing in a packed row predicts it.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torchstone.data.assignment import batch_lengths_to_minibatches_lpt
-from torchstone.data.cache import BuildSettings, find_source, open_cache
-from torchstone.data.encode import Recipe
-from torchstone.data.formats import IGNORED
+from torchstone.data.cache import CacheOptions, open_cache, open_source
+from torchstone.data.encode import EncodingConfig
+from torchstone.data.formats import IGNORE_INDEX
 from torchstone.data.sampler import InfiniteSampler
 from torchstone.errors import UsageError
 from torchstone.observe.console import Console
 
 Sample = dict[str, Any]
-LARGEST_VOCABULARY = 2**31 - 1
+MAX_VOCAB_SIZE = 2**31 - 1
 
 
 class JsonlDataset(Dataset[Sample]):
-    """Rows of `input_ids`, and perhaps `labels` and `len`, from any source; on disk, mapped, not in memory."""
+    """Rows with `input_ids`, and optionally `labels` and `len`, memory-mapped from the token cache."""
 
     def __init__(
-        self, path: str | Path, cache_dir: str | Path = "cache/datasets", vocab_size: int = LARGEST_VOCABULARY
+        self, path: str | Path, cache_dir: str | Path = "cache/datasets", vocab_size: int = MAX_VOCAB_SIZE
     ) -> None:
-        source = find_source(str(path))
-        if source.shape != "tokens":
+        source = open_source(str(path))
+        if source.row_format != "tokens":
             raise UsageError(
-                f"{path}: rows of shape {source.shape!r}; JsonlDataset reads rows with input_ids",
-                "torchstone.prepare and torchstone.train take every shape",
+                f"{path}: its row format is {source.row_format!r}, but JsonlDataset reads rows with input_ids",
+                "torchstone.prepare and torchstone.train read every format",
             )
-        recipe = Recipe("", vocab_size, None, None, {}, "tokens", None, "")
-        self.cache = open_cache(source, recipe, BuildSettings(Path(cache_dir)), Console("quiet"))
-        self.cache.refuse_if_untrained()
+        encoding = EncodingConfig("", vocab_size, None, None, {}, "tokens", None, "")
+        self.cache = open_cache(source, encoding, CacheOptions(Path(cache_dir)), Console("quiet"))
+        self.cache.check_trainable()
 
     def __len__(self) -> int:
         return len(self.cache)
@@ -51,7 +51,7 @@ class JsonlDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         index = operator.index(index)
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         index %= len(self)
         sequence = self.cache.sequence(index)
         return {
@@ -64,43 +64,44 @@ class JsonlDataset(Dataset[Sample]):
 
 
 class MaxTokensPerRankCollator:
-    """The samples of a global batch to this rank's micro-batches, none of more than `max_tokens_per_rank` tokens.
+    """Turns the samples of a global batch into this rank's micro-batches of at most `max_tokens_per_rank` tokens.
 
-    Every rank has as many micro-batches as the others; one with nothing to do has a row of padding without labels. A
-    sample that is too long by itself is dropped, counted in `dropped` (by each worker of a DataLoader for itself), and
-    named in a warning.
+    All ranks have the same number of micro-batches; an empty one is a row of padding without labels. A sample that is
+    too long is dropped, named in a warning and counted in `dropped` (per DataLoader worker).
     """
 
     def __init__(
         self, max_tokens_per_rank: int, rank: int | None = None, world_size: int | None = None, pad_id: int = 0
     ) -> None:
-        here, everybody = _group()
+        own_rank, group_size = _rank_and_world_size()
         self.max_tokens_per_rank, self.pad_id = max_tokens_per_rank, pad_id
-        self.rank = here if rank is None else rank
-        self.world_size = everybody if world_size is None else world_size
+        self.rank = own_rank if rank is None else rank
+        self.world_size = group_size if world_size is None else world_size
         if not 0 <= self.rank < self.world_size or max_tokens_per_rank < 1:
-            raise ValueError(f"rank {self.rank} of {self.world_size}, {max_tokens_per_rank} tokens")
+            raise ValueError(
+                f"invalid rank {self.rank} of {self.world_size}, or max_tokens_per_rank {max_tokens_per_rank}"
+            )
         self.dropped = 0
 
     def __call__(self, batch: list[Sample]) -> list[dict[str, Any]]:
-        kept = [sample for sample in batch if len(sample["input_ids"]) <= self.max_tokens_per_rank]
-        if len(kept) < len(batch):
-            self._say_dropped([sample for sample in batch if len(sample["input_ids"]) > self.max_tokens_per_rank])
-        lengths = [len(sample["input_ids"]) for sample in kept]
-        counted = sum(_counted(sample) for sample in kept)
-        plan = batch_lengths_to_minibatches_lpt(lengths, self.max_tokens_per_rank, self.world_size, self.rank)
+        samples = [sample for sample in batch if len(sample["input_ids"]) <= self.max_tokens_per_rank]
+        if len(samples) < len(batch):
+            self._warn_dropped([sample for sample in batch if len(sample["input_ids"]) > self.max_tokens_per_rank])
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        loss_tokens = sum(_count_loss_tokens(sample) for sample in samples)
+        micro_batches = batch_lengths_to_minibatches_lpt(lengths, self.max_tokens_per_rank, self.world_size, self.rank)
         return [
-            _packed([kept[index] for index in indices if index >= 0], self.pad_id)
-            | {"batch_num_loss_counted_tokens": counted}
-            for indices in plan
+            _pack([samples[index] for index in indices if index >= 0], self.pad_id)
+            | {"batch_num_loss_counted_tokens": loss_tokens}
+            for indices in micro_batches
         ]
 
-    def _say_dropped(self, dropped: list[Sample]) -> None:
+    def _warn_dropped(self, dropped: list[Sample]) -> None:
         self.dropped += len(dropped)
-        named = [f"{sample.get('origin', 'a sample')} ({len(sample['input_ids'])} tokens)" for sample in dropped[:3]]
+        examples = [f"{sample.get('origin', 'a sample')} ({len(sample['input_ids'])} tokens)" for sample in dropped[:3]]
         warnings.warn(
-            f"{len(dropped)} samples longer than {self.max_tokens_per_rank} tokens dropped ({self.dropped} so far), "
-            f"such as {', '.join(named)}",
+            f"dropped {len(dropped)} samples longer than {self.max_tokens_per_rank} tokens ({self.dropped} so far), "
+            f"such as {', '.join(examples)}",
             stacklevel=3,
         )
 
@@ -114,27 +115,27 @@ def get_data_loader(
     world_size: int | None = None,
     pad_id: int = 0,
     shuffle: bool = True,
-    drawn: int = 0,
+    consumed_samples: int = 0,
     num_workers: int = 0,
     cache_dir: str | Path = "cache/datasets",
 ) -> DataLoader[Sample]:
-    """Endless global batches of `batch_size` samples, each as this rank's list of packed micro-batches.
+    """Returns endless global batches of `batch_size` samples, each as this rank's list of packed micro-batches.
 
-    The order is the same on every rank and for every number of ranks. To go on after a stop, give the number of samples
-    that were drawn before it: steps x batch_size.
+    The order is the same on every rank and for every number of ranks. To resume, set `consumed_samples` to the steps
+    already taken times `batch_size`.
     """
     dataset = JsonlDataset(data_path, cache_dir)
     return DataLoader(
         dataset,
         batch_size,
-        sampler=InfiniteSampler(len(dataset), seed, shuffle, drawn),
+        sampler=InfiniteSampler(len(dataset), seed, shuffle, consumed_samples),
         collate_fn=MaxTokensPerRankCollator(max_tokens_per_gpu, rank, world_size, pad_id),
         num_workers=num_workers,
     )
 
 
-def _group() -> tuple[int, int]:
-    """This process's rank and how many there are, where there is a process group."""
+def _rank_and_world_size() -> tuple[int, int]:
+    """Rank and world size of the process group, if there is one."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -142,27 +143,28 @@ def _group() -> tuple[int, int]:
     return 0, 1
 
 
-def _counted(sample: Sample) -> int:
-    """Labels that are really predicted, counted here: a number in the row may mean something else."""
-    return int((torch.as_tensor(sample["labels"])[1:] != IGNORED).sum())
+def _count_loss_tokens(sample: Sample) -> int:
+    """The number of labels that are predicted. Counted here, because a count in the row may mean something else."""
+    return int((torch.as_tensor(sample["labels"])[1:] != IGNORE_INDEX).sum())
 
 
-def _packed(samples: list[Sample], pad_id: int) -> dict[str, Any]:
+def _pack(samples: list[Sample], pad_id: int) -> dict[str, Any]:
     if not samples:
-        samples = [{"input_ids": torch.tensor([pad_id]), "labels": torch.tensor([IGNORED]), "padding": True}]
+        samples = [{"input_ids": torch.tensor([pad_id]), "labels": torch.tensor([IGNORE_INDEX]), "padding": True}]
     labels = [torch.as_tensor(sample["labels"]).clone() for sample in samples]
     for each in labels:
-        each[:1] = IGNORED
+        each[:1] = IGNORE_INDEX
     sizes = [len(sample["input_ids"]) for sample in samples]
     return {
-        "input_ids": _row([torch.as_tensor(sample["input_ids"]) for sample in samples]),
-        "labels": _row(labels),
-        "position_ids": _row([torch.arange(size) for size in sizes]),
+        "input_ids": _concat([torch.as_tensor(sample["input_ids"]) for sample in samples]),
+        "labels": _concat(labels),
+        "position_ids": _concat([torch.arange(size) for size in sizes]),
         "doc_ids": torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))[None],
-        "num_loss_counted_tokens": sum(int((each != IGNORED).sum()) for each in labels),
+        "num_loss_counted_tokens": sum(int((each != IGNORE_INDEX).sum()) for each in labels),
         "num_samples": sum("padding" not in sample for sample in samples),
     }
 
 
-def _row(parts: list[Tensor]) -> Tensor:
+def _concat(parts: list[Tensor]) -> Tensor:
+    """One row, [1, T]."""
     return torch.cat([part.long() for part in parts])[None]

@@ -1,7 +1,8 @@
-"""Rows to ids with labels.
+"""Encodes rows into token ids with labels.
 
-A `Recipe` is all that decides what a row becomes. It holds plain values only: a hash of it names the result, and any
-process can encode by it without Transformers or torch, which take a second and hundreds of megabytes to import.
+An `EncodingConfig` is everything that decides what a row becomes. It has plain values only: their hash is the key of
+the token cache, and any process can encode with it without importing Transformers or torch, which would take a second
+and hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -14,73 +15,78 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchstone.data.formats import (
-    IGNORED,
-    PLAIN,
+    IGNORE_INDEX,
+    TEXT_FORMATS,
     Completion,
     Conversation,
-    Shape,
-    conversation_of,
-    encodable,
-    prompt_of,
-    text_of,
-    tokens_of,
-    trained_messages,
+    RowFormat,
+    check_encodable,
+    read_conversation,
+    read_prompt,
+    read_text,
+    read_tokens,
+    select_train_messages,
 )
-from torchstone.data.sources import BadRow, Chunk, Row, rows
+from torchstone.data.sources import BadRow, Chunk, Row, parse_rows
 from torchstone.data.template import ChatTemplate, NotPrefixStable, Rendered
-from torchstone.data.words import WordEncoder, word_encoder
+from torchstone.data.word_encoder import WordEncoder, word_encoder
 from torchstone.errors import DataError, UsageError
 
-EXAMPLES = 5
-CALLS = ("tool_calls", "function_call")
+MAX_EXAMPLES = 5
+TOOL_CALL_KEYS = ("tool_calls", "function_call")
 
 
 @dataclass
-class Encoded:
-    """One sequence: ids, and a label for each as Transformers has them (not shifted; -100 is not learned)."""
+class TokenSequence:
+    """Ids, and a label for each as in Transformers: not shifted, -100 where nothing is learned."""
 
     ids: np.ndarray
     labels: np.ndarray
 
     @property
     def loss_tokens(self) -> int:
-        """Labels that are really predicted: the first one has nothing before it."""
-        return int((self.labels[1:] != IGNORED).sum())
+        """The number of labels that are predicted. The first one never is: there is nothing before it."""
+        return int((self.labels[1:] != IGNORE_INDEX).sum())
 
-    def part(self, start: int, stop: int) -> Encoded:
-        return Encoded(self.ids[start:stop], self.labels[start:stop])
+    def part(self, start: int, stop: int) -> TokenSequence:
+        return TokenSequence(self.ids[start:stop], self.labels[start:stop])
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """`tokenizer` is a tokenizer.json; `limit` the longest sequence; `train_on` what of a conversation is learned."""
+class EncodingConfig:
+    """`tokenizer` is the text of a tokenizer.json, `template` the source of a chat template."""
 
     tokenizer: str
     vocab_size: int
     eos_id: int | None
     template: str | None
     special_tokens: dict[str, str]
-    shape: Shape
-    limit: int | None
+    row_format: RowFormat
+    max_length: int | None
     on_long_row: str
     train_on: str = "assistant"
 
     @property
-    def id_type(self) -> np.dtype:
+    def id_dtype(self) -> np.dtype:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     @property
     def has_labels(self) -> bool:
-        """Text is its own labels."""
-        return self.shape not in PLAIN
+        """False for text, whose labels are its ids."""
+        return self.row_format not in TEXT_FORMATS
+
+    def cache_key(self) -> dict[str, Any]:
+        """The values by their first names: the keys of existing caches and runs depend on them."""
+        names = {"row_format": "shape", "max_length": "limit"}
+        return {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass
-class Counts:
-    """What became of the rows; printed, kept in the cache and in the metrics.
+class RowCounts:
+    """What became of the rows; printed, and kept in the cache and the metrics.
 
-    `dropped_untrained` are rows of which nothing that is trained was left after cutting, `dropped_pieces` such pieces
-    of rows that were kept otherwise. `untrained` are sequences without a label: they are kept, and teach nothing.
+    `dropped_untrained` are rows without a loss token after cutting; `dropped_pieces` are such pieces of rows that are
+    otherwise kept. `untrained` are sequences without loss tokens: they are kept, but nothing is learned from them.
     """
 
     rows: int = 0
@@ -102,14 +108,14 @@ class Counts:
     def dropped(self) -> int:
         return self.bad_rows + self.dropped_long + self.dropped_untrained
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: RowCounts) -> None:
         for name in (f.name for f in fields(self) if f.name != "examples"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.examples = [*self.examples, *other.examples][:EXAMPLES]
+        self.examples = [*self.examples, *other.examples][:MAX_EXAMPLES]
 
 
-class Bad(NamedTuple):
-    """A bad row as it travels between processes."""
+class BadRowRecord(NamedTuple):
+    """A bad row in a form that can be pickled."""
 
     line: int
     reason: str
@@ -118,117 +124,115 @@ class Bad(NamedTuple):
 
 
 @dataclass
-class Part:
-    """What a chunk became: sequences one after another, their lengths, and the lines they came from."""
+class EncodedChunk:
+    """The concatenated sequences of a chunk, their lengths, and the lines they came from."""
 
     ids: np.ndarray
     labels: np.ndarray | None
     lengths: np.ndarray
     loss_tokens: np.ndarray
     lines: np.ndarray
-    counts: Counts
-    bad: list[Bad]
+    counts: RowCounts
+    bad_rows: list[BadRowRecord]
 
 
 class Encoder:
-    """Chunks to parts, by a recipe."""
+    def __init__(self, config: EncodingConfig) -> None:
+        self.config = config
+        self.counts = RowCounts()
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.counts = Counts()
-
-    def chunk(self, chunk: Chunk) -> Part:
-        self.counts = Counts()
-        good: list[Row] = []
-        bad: list[BadRow] = []
-        for row in rows(chunk):
+    def encode_chunk(self, chunk: Chunk) -> EncodedChunk:
+        self.counts = RowCounts()
+        rows: list[Row] = []
+        bad_rows: list[BadRow] = []
+        for row in parse_rows(chunk):
             if isinstance(row, BadRow):
-                bad.append(row)
+                bad_rows.append(row)
             else:
-                good.append(row)
-        self.counts.rows = len(good) + len(bad)
-        sequences: list[tuple[int, Encoded]] = []
-        for row, found in zip(good, self._encoded(good), strict=True):
-            if isinstance(found, BadRow):
-                bad.append(found)
+                rows.append(row)
+        self.counts.rows = len(rows) + len(bad_rows)
+        sequences: list[tuple[int, TokenSequence]] = []
+        for row, encoded in zip(rows, self._encode_rows(rows), strict=True):
+            if isinstance(encoded, BadRow):
+                bad_rows.append(encoded)
             else:
-                sequences += [(row.line, piece) for piece in self._fit(row, found)]
-        return self._part(sequences, sorted(bad, key=lambda row: row.line))
+                sequences += [(row.line, sequence) for sequence in self._fit_length(row, encoded)]
+        return self._to_chunk(sequences, sorted(bad_rows, key=lambda row: row.line))
 
-    def _part(self, sequences: list[tuple[int, Encoded]], bad: list[BadRow]) -> Part:
+    def _to_chunk(self, sequences: list[tuple[int, TokenSequence]], bad_rows: list[BadRow]) -> EncodedChunk:
         empty: np.ndarray = np.zeros(0, dtype=np.int64)
-        ids = np.concatenate([empty, *(s.ids for _, s in sequences)]).astype(self.recipe.id_type)
+        ids = np.concatenate([empty, *(s.ids for _, s in sequences)]).astype(self.config.id_dtype)
         labels = None
-        if self.recipe.has_labels:
+        if self.config.has_labels:
             labels = np.concatenate([empty, *(s.labels for _, s in sequences)]).astype(np.int32)
         loss_tokens = np.array([s.loss_tokens for _, s in sequences], dtype=np.int64)
         self.counts.sequences, self.counts.tokens = len(sequences), len(ids)
-        self.counts.trained_tokens, self.counts.bad_rows = int(loss_tokens.sum()), len(bad)
+        self.counts.trained_tokens, self.counts.bad_rows = int(loss_tokens.sum()), len(bad_rows)
         self.counts.untrained = int((loss_tokens == 0).sum())
-        return Part(
+        return EncodedChunk(
             ids,
             labels,
             np.array([len(s.ids) for _, s in sequences], dtype=np.int64),
             loss_tokens,
             np.array([line for line, _ in sequences], dtype=np.int64),
             self.counts,
-            [Bad(row.line, row.reason, row.more, row.raw) for row in bad],
+            [BadRowRecord(row.line, row.reason, row.row_hint, row.raw) for row in bad_rows],
         )
 
-    def _encoded(self, good: list[Row]) -> list[Encoded | BadRow]:
-        shape = self.recipe.shape
-        if shape in PLAIN:
-            return self._batch(good, lambda row: text_of(row, shape), self._texts)
-        if shape == "tokens":
-            return self._batch(good, lambda row: tokens_of(row, self.recipe.vocab_size), self._tokens)
-        return self._batch(good, self._rendered, self._conversations)
+    def _encode_rows(self, rows: list[Row]) -> list[TokenSequence | BadRow]:
+        row_format = self.config.row_format
+        if row_format in TEXT_FORMATS:
+            return self._encode_batch(rows, lambda row: read_text(row, row_format), self._encode_texts)
+        if row_format == "tokens":
+            return self._encode_batch(rows, lambda row: read_tokens(row, self.config.vocab_size), self._encode_tokens)
+        return self._encode_batch(rows, self._read_rendered, self._encode_rendered)
 
-    def _batch(
+    def _encode_batch(
         self,
-        good: list[Row],
+        rows: list[Row],
         read: Callable[[Row], Any],
-        encode: Callable[[list[Row], list[Any]], Iterable[Encoded | BadRow]],
-    ) -> list[Encoded | BadRow]:
-        """`encode` over what `read` makes of the rows, and the errors of those it cannot read, in the rows' order."""
-        found: list[Any] = []
-        for row in good:
+        encode: Callable[[list[Row], list[Any]], Iterable[TokenSequence | BadRow]],
+    ) -> list[TokenSequence | BadRow]:
+        """Applies `read` to each row and `encode` to all that it could read. Errors take the place of their rows."""
+        results: list[Any] = []
+        for row in rows:
             try:
-                found.append(read(row))
+                results.append(read(row))
             except BadRow as error:
-                found.append(error)
-        readable = [number for number, value in enumerate(found) if not isinstance(value, BadRow)]
-        encoded = encode([good[n] for n in readable], [found[n] for n in readable])
-        for number, value in zip(readable, encoded, strict=True):
-            found[number] = value
-        return found
+                results.append(error)
+        readable = [index for index, value in enumerate(results) if not isinstance(value, BadRow)]
+        sequences = encode([rows[i] for i in readable], [results[i] for i in readable])
+        for index, sequence in zip(readable, sequences, strict=True):
+            results[index] = sequence
+        return results
 
-    def _texts(self, good: list[Row], texts: list[str]) -> Iterable[Encoded]:
-        end = self.recipe.eos_id
-        assert end is not None
-        before, after = self._around
-        by_word = self._by_word(texts)
-        whole = [text for text, known in zip(texts, by_word, strict=True) if known is None]
-        others = iter(self.backend.encode_batch_fast(whole, add_special_tokens=False))
-        for known in by_word:
-            ids = before + (next(others).ids if known is None else known) + after
-            array = np.array(ids if ids[-1:] == [end] else [*ids, end], dtype=np.int64)
-            yield Encoded(array, array)
+    def _encode_texts(self, rows: list[Row], texts: list[str]) -> Iterable[TokenSequence]:
+        eos_id = self.config.eos_id
+        assert eos_id is not None
+        prefix, suffix = self._special_affixes
+        by_word = self._encode_by_word(texts)
+        remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
+        encodings = iter(self.tokenizer.encode_batch_fast(remaining, add_special_tokens=False))
+        for word_ids in by_word:
+            ids = prefix + (next(encodings).ids if word_ids is None else word_ids) + suffix
+            array = np.array(ids if ids[-1:] == [eos_id] else [*ids, eos_id], dtype=np.int64)
+            yield TokenSequence(array, array)
 
-    def _tokens(self, good: list[Row], found: list[Any]) -> Iterable[Encoded]:
-        return [Encoded(np.array(t.ids, dtype=np.int64), np.array(t.labels, dtype=np.int64)) for t in found]
+    def _encode_tokens(self, rows: list[Row], tokens: list[Any]) -> Iterable[TokenSequence]:
+        return [TokenSequence(np.array(t.ids, dtype=np.int64), np.array(t.labels, dtype=np.int64)) for t in tokens]
 
-    def _rendered(self, row: Row) -> Rendered | Completion:
-        recipe = self.recipe
-        value = prompt_of(row) if recipe.shape == "prompt" else conversation_of(row, recipe.shape)
+    def _read_rendered(self, row: Row) -> Rendered | Completion:
+        row_format = self.config.row_format
+        value = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
         if isinstance(value, Completion):
             return value
         try:
             rendered = self._render(row, value)
-            encodable(row, rendered.text)
+            check_encodable(row, rendered.text)
             self._check_tools(row, value, rendered.text)
             return rendered
         except NotPrefixStable as error:
-            raise row.error(error.message, self._difference(error)) from None
+            raise row.error(error.message, self._describe_difference(error)) from None
         except BadRow:
             raise
         except DataError as error:
@@ -236,145 +240,146 @@ class Encoder:
 
     def _render(self, row: Row, conversation: Conversation) -> Rendered:
         messages, tools = conversation.messages, conversation.tools
-        if self.recipe.train_on == "all" or conversation.unmask:
-            return self.template.everything(messages, tools, but_system=conversation.unmask)
-        return self.template.conversation(messages, trained_messages(row, conversation, self.recipe.train_on), tools)
+        if self.config.train_on == "all" or conversation.unmask:
+            return self.template.all_trained(messages, tools, except_system=conversation.unmask)
+        trained = select_train_messages(row, conversation, self.config.train_on)
+        return self.template.conversation(messages, trained, tools)
 
     def _check_tools(self, row: Row, conversation: Conversation, text: str) -> None:
-        """A template that knows nothing of tools leaves them out without a word: the text is the same without them."""
+        """Raises if the template drops the tools silently: then the text is the same without them."""
         messages, tools = conversation.messages, conversation.tools
-        plain = [{key: value for key, value in m.items() if key not in CALLS} for m in messages]
-        for what, there, without in (
-            ("the tools", tools is not None, lambda: self.template.text(messages, None)),
-            ("the tool calls", plain != messages, lambda: self.template.text(plain, tools)),
+        plain = [{key: value for key, value in m.items() if key not in TOOL_CALL_KEYS} for m in messages]
+        for name, is_present, render_without in (
+            ("tools", tools is not None, lambda: self.template.text(messages, None)),
+            ("tool calls", plain != messages, lambda: self.template.text(plain, tools)),
         ):
-            if there and without() == text:
+            if is_present and render_without() == text:
                 raise row.error(
-                    f"the chat template leaves out {what} of this row",
-                    "one that writes them is --data.chat_template chatml",
+                    f"the chat template drops the {name} of this row",
+                    "use a template that renders them, such as --data.chat_template chatml",
                 )
 
-    def _conversations(self, good: list[Row], found: list[Any]) -> Iterable[Encoded | BadRow]:
-        """A conversation comes with its special tokens; around a prompt and completion the tokenizer puts its own."""
-        texts = [v.prompt + v.completion if isinstance(v, Completion) else v.text for v in found]
-        for row, value, (listed, offsets) in zip(good, found, self._with_offsets(texts), strict=True):
-            ids = np.array(listed, dtype=np.int64)
+    def _encode_rendered(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence | BadRow]:
+        """A rendered conversation already has its special tokens; a prompt with completion gets the tokenizer's own."""
+        texts = [v.prompt + v.completion if isinstance(v, Completion) else v.text for v in values]
+        for row, value, (id_list, offsets) in zip(rows, values, self._encode_with_offsets(texts), strict=True):
+            ids = np.array(id_list, dtype=np.int64)
             if isinstance(value, Completion):
-                start = 0 if value.unmask or self.recipe.train_on == "all" else len(value.prompt)
-                trained = self._trained(offsets, [(start, len(value.prompt) + len(value.completion))])
-                ids, trained = self._completed(ids, trained)
+                start = 0 if value.unmask or self.config.train_on == "all" else len(value.prompt)
+                is_trained = self._loss_mask(offsets, [(start, len(value.prompt) + len(value.completion))])
+                ids, is_trained = self._add_affixes(ids, is_trained)
             else:
-                trained = self._trained(offsets, value.trained)
-            if trained[1:].any():
-                yield Encoded(ids, np.where(trained, ids, IGNORED))
+                is_trained = self._loss_mask(offsets, value.trained)
+            if is_trained[1:].any():
+                yield TokenSequence(ids, np.where(is_trained, ids, IGNORE_INDEX))
             else:
-                yield row.error("no token of this row would be trained")
+                yield row.error("no token of this row would be trained on")
 
-    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[list[int], np.ndarray]]:
-        by_word = self._by_word(texts)
-        whole = [text for text, known in zip(texts, by_word, strict=True) if known is None]
-        others = iter(self.backend.encode_batch(whole, add_special_tokens=False))
-        for text, known in zip(texts, by_word, strict=True):
-            if known is not None and self._words is not None:
-                yield known, self._words.offsets(text, known)
+    def _encode_with_offsets(self, texts: list[str]) -> Iterable[tuple[list[int], np.ndarray]]:
+        by_word = self._encode_by_word(texts)
+        remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
+        encodings = iter(self.tokenizer.encode_batch(remaining, add_special_tokens=False))
+        for text, word_ids in zip(texts, by_word, strict=True):
+            if word_ids is not None and self._word_encoder is not None:
+                yield word_ids, self._word_encoder.offsets(text, word_ids)
             else:
-                encoding = next(others)
+                encoding = next(encodings)
                 yield encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
-    def _by_word(self, texts: list[str]) -> list[list[int] | None]:
-        return [None] * len(texts) if self._words is None else self._words.encode_batch(texts)
+    def _encode_by_word(self, texts: list[str]) -> list[list[int] | None]:
+        return [None] * len(texts) if self._word_encoder is None else self._word_encoder.encode_batch(texts)
 
-    def _completed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        before, after = self._around
-        end = self.recipe.eos_id
-        assert end is not None
-        ended = after[-1:] == [end] or (not after and ids[-1:].tolist() == [end])
-        after = after if ended else [*after, end]
+    def _add_affixes(self, ids: np.ndarray, is_trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        prefix, suffix = self._special_affixes
+        eos_id = self.config.eos_id
+        assert eos_id is not None
+        has_eos = suffix[-1:] == [eos_id] or (not suffix and ids[-1:].tolist() == [eos_id])
+        suffix = suffix if has_eos else [*suffix, eos_id]
         return (
-            np.concatenate([np.array(before, dtype=np.int64), ids, np.array(after, dtype=np.int64)]),
-            np.concatenate([np.zeros(len(before), dtype=bool), trained, np.ones(len(after), dtype=bool)]),
+            np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)]),
+            np.concatenate([np.zeros(len(prefix), dtype=bool), is_trained, np.ones(len(suffix), dtype=bool)]),
         )
 
-    def _trained(self, offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-        """A token belongs to the answer when it ends inside it: the model must produce it to go on."""
-        trained: np.ndarray = np.zeros(len(offsets), dtype=bool)
+    def _loss_mask(self, offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+        """True for every token that ends inside a span, even if it starts before the span."""
+        is_trained: np.ndarray = np.zeros(len(offsets), dtype=bool)
         for start, end in spans:
-            inside = (offsets[:, 1] > start) & (offsets[:, 1] <= end) & (offsets[:, 0] < end)
-            self.counts.straddling_tokens += int((inside & (offsets[:, 0] < start)).sum())
-            trained |= inside
-        return trained
+            is_inside = (offsets[:, 1] > start) & (offsets[:, 1] <= end) & (offsets[:, 0] < end)
+            self.counts.straddling_tokens += int((is_inside & (offsets[:, 0] < start)).sum())
+            is_trained |= is_inside
+        return is_trained
 
-    def _fit(self, row: Row, sequence: Encoded) -> list[Encoded]:
-        limit, size = self.recipe.limit, len(sequence.ids)
-        if limit is None or size <= limit:
+    def _fit_length(self, row: Row, sequence: TokenSequence) -> list[TokenSequence]:
+        max_length, size = self.config.max_length, len(sequence.ids)
+        if max_length is None or size <= max_length:
             return [sequence]
-        if len(self.counts.examples) < EXAMPLES:
+        if len(self.counts.examples) < MAX_EXAMPLES:
             self.counts.examples.append(f"{row.path}:{row.line} ({size} tokens)")
-        if self.recipe.on_long_row == "drop":
+        if self.config.on_long_row == "drop":
             self.counts.dropped_long += 1
             return []
-        starts = range(0, size, limit) if self.recipe.on_long_row == "split" else (0,)
-        pieces = [sequence.part(start, start + limit) for start in starts]
-        # Of a text nothing is lost, not even a last token that no other predicts.
-        kept = [piece for piece in pieces if piece.loss_tokens > 0 or self.recipe.shape in PLAIN]
-        self.counts.cropped_tokens += size - sum(len(piece.ids) for piece in kept)
-        if not kept:
+        starts = range(0, size, max_length) if self.config.on_long_row == "split" else (0,)
+        pieces = [sequence.part(start, start + max_length) for start in starts]
+        # Text keeps every piece, even a single last token that nothing predicts.
+        usable = [piece for piece in pieces if piece.loss_tokens > 0 or self.config.row_format in TEXT_FORMATS]
+        self.counts.cropped_tokens += size - sum(len(piece.ids) for piece in usable)
+        if not usable:
             self.counts.dropped_untrained += 1
         elif len(pieces) > 1:
             self.counts.split_long += 1
-            self.counts.dropped_pieces += len(pieces) - len(kept)
+            self.counts.dropped_pieces += len(pieces) - len(usable)
         else:
             self.counts.truncated_long += 1
-        return kept
+        return usable
 
-    def _difference(self, error: NotPrefixStable) -> str:
-        """The first token that is not the same, for a person to recognise."""
-        shorter = self.backend.encode(error.shorter, add_special_tokens=False)
-        longer = self.backend.encode(error.longer, add_special_tokens=False)
+    def _describe_difference(self, error: NotPrefixStable) -> str:
+        """The first token that differs."""
+        shorter = self.tokenizer.encode(error.shorter, add_special_tokens=False)
+        longer = self.tokenizer.encode(error.longer, add_special_tokens=False)
         pairs = zip(shorter.ids, longer.ids, strict=False)
-        at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(shorter.ids), len(longer.ids)))
+        index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(shorter.ids), len(longer.ids)))
+        hint = "" if self.config.train_on == "last" else "; --data.train_on last trains on the last answer only"
         return (
-            f"the first token that differs is number {at}: {_token(longer, error.longer, at)} where alone it is "
-            f"{_token(shorter, error.shorter, at)}"
-            + ("" if self.recipe.train_on == "last" else "; data.train_on last trains only on the last answer of each")
+            f"the first token that differs is number {index}: {_describe_token(longer, error.longer, index)} "
+            f"instead of {_describe_token(shorter, error.shorter, index)}{hint}"
         )
 
     @cached_property
-    def backend(self) -> Any:
-        """The tokenizer without what it puts around a text and without its trimming of offsets, which hides spaces."""
+    def tokenizer(self) -> Any:
+        """The tokenizer without its post-processor, which adds special tokens and trims spaces from offsets."""
         from tokenizers import Tokenizer
 
-        backend = Tokenizer.from_str(self.recipe.tokenizer)
-        backend.post_processor = None
-        return backend
+        tokenizer = Tokenizer.from_str(self.config.tokenizer)
+        tokenizer.post_processor = None
+        return tokenizer
 
     @cached_property
-    def _words(self) -> WordEncoder | None:
-        return word_encoder(self.backend)
+    def _word_encoder(self) -> WordEncoder | None:
+        return word_encoder(self.tokenizer)
 
     @cached_property
     def template(self) -> ChatTemplate:
-        if self.recipe.template is None:
+        if self.config.template is None:
             raise UsageError(
-                "the data holds conversations, but the tokenizer has no chat template",
-                "name a file or a built-in one, such as --data.chat_template chatml",
+                "the data has conversations, but the tokenizer has no chat template",
+                "set a file or a built-in template, such as --data.chat_template chatml",
             )
-        return ChatTemplate(self.recipe.template, self.recipe.special_tokens)
+        return ChatTemplate(self.config.template, self.config.special_tokens)
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer itself puts before and after a text, such as a beginning of text."""
+    def _special_affixes(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer itself puts before and after a text."""
         from tokenizers import Tokenizer
 
-        whole = Tokenizer.from_str(self.recipe.tokenizer)
-        plain = whole.encode("a", add_special_tokens=False).ids
-        special = whole.encode("a", add_special_tokens=True).ids
-        at = next(n for n in range(len(special)) if special[n : n + len(plain)] == plain)
-        return special[:at], special[at + len(plain) :]
+        tokenizer = Tokenizer.from_str(self.config.tokenizer)
+        plain = tokenizer.encode("a", add_special_tokens=False).ids
+        special = tokenizer.encode("a", add_special_tokens=True).ids
+        start = next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)
+        return special[:start], special[start + len(plain) :]
 
 
-def _token(encoding: Any, text: str, at: int) -> str:
-    if at >= len(encoding.ids):
+def _describe_token(encoding: Any, text: str, index: int) -> str:
+    if index >= len(encoding.ids):
         return "the end"
-    start, end = encoding.offsets[at]
-    return f"{text[start:end]!r} (id {encoding.ids[at]})"
+    start, end = encoding.offsets[index]
+    return f"{text[start:end]!r} (id {encoding.ids[index]})"

@@ -1,7 +1,7 @@
-"""The shapes a row may have, recognised by their keys or named by `data.format`.
+"""Row formats, recognised by their keys or set with `data.format`.
 
-A shape turns a row into one of four things: a text, a prompt and its completion, a conversation, or ids with labels.
-All rows of a source have one shape; a row of another is an error that names its line, because mixing them by accident
+A row is read as one of four things: a text, a prompt with its completion, a conversation, or token ids with labels. All
+rows of a data source have one format. Any other row is an error that names its line: mixing formats by accident
 is how masks go wrong.
 """
 
@@ -15,13 +15,13 @@ from typing import Any, Literal, get_args
 from torchstone.data.sources import Row
 from torchstone.errors import UsageError
 
-IGNORED = -100
-Shape = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
-SHAPES: tuple[Shape, ...] = get_args(Shape)
+IGNORE_INDEX = -100
+RowFormat = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
+ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 Message = dict[str, Any]
 
-# The keys that make a shape, in the order in which they are looked for.
-KEYS: dict[Shape, tuple[str, ...]] = {
+# The keys of each format, in the order in which formats are tried.
+FORMAT_KEYS: dict[RowFormat, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -30,8 +30,8 @@ KEYS: dict[Shape, tuple[str, ...]] = {
     "text": ("text",),
     "document": ("document",),
 }
-PLAIN: tuple[Shape, ...] = ("text", "document")
-CHAT: tuple[Shape, ...] = ("messages", "sharegpt", "alpaca")
+TEXT_FORMATS: tuple[RowFormat, ...] = ("text", "document")
+CHAT_FORMATS: tuple[RowFormat, ...] = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -41,7 +41,7 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Tokens:
-    """A pre-tokenized row: `labels` as Transformers has them, one per id, -100 where nothing is learned."""
+    """A pre-tokenized row. `labels` are Transformers': one per id, not shifted, -100 where nothing is learned."""
 
     ids: list[int]
     labels: list[int]
@@ -49,7 +49,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Completion:
-    """A text that is read and one that must follow; no template comes between them."""
+    """A prompt and the text that must follow it, without a chat template."""
 
     prompt: str
     completion: str
@@ -58,178 +58,198 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`unmask` trains on all of it but the system message; `answers_from` leaves turns before that one untrained."""
+    """`unmask` trains on everything but the system message. Messages before `train_from` are not trained on."""
 
     messages: list[Message]
     tools: list[Any] | None = None
     unmask: bool = False
-    answers_from: int = 0
+    train_from: int = 0
 
 
-def shape_of(row: Row) -> Shape:
-    for shape, keys in KEYS.items():
+def detect_format(row: Row) -> RowFormat:
+    for row_format, keys in FORMAT_KEYS.items():
         if all(key in row.value for key in keys):
-            return shape
+            return row_format
+    formats = ", or ".join(" and ".join(keys) for keys in FORMAT_KEYS.values())
     raise row.error(
-        f"no known row shape: its keys are {', '.join(row.value) or 'none'}",
-        f"a row has {', or '.join(' and '.join(keys) for keys in KEYS.values())}; data.format names one",
+        f"unknown row format: its keys are {', '.join(row.value) or 'none'}",
+        f"a row has {formats}; --data.format sets the format",
     )
 
 
-def text_of(row: Row, shape: Shape) -> str:
-    _check_keys(row, shape)
-    (key,) = KEYS[shape]
+def read_text(row: Row, row_format: RowFormat) -> str:
+    _check_keys(row, row_format)
+    (key,) = FORMAT_KEYS[row_format]
     text = row.value[key]
     if not isinstance(text, str):
         raise row.error(f"{key} is not a string")
     if not text:
         raise row.error(f"{key} is empty")
-    return encodable(row, text)
+    return check_encodable(row, text)
 
 
-def prompt_of(row: Row) -> Completion | Conversation:
-    """Strings are joined as they are; lists of messages are a conversation of which the completion is trained."""
+def read_prompt(row: Row) -> Completion | Conversation:
+    """Strings are concatenated as they are; lists of messages are a conversation trained on the completion only."""
     _check_keys(row, "prompt")
     prompt, completion = row.value["prompt"], row.value["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         if not completion:
-            raise row.error("completion is empty: nothing in this row would be trained")
-        whole = _conversation(row, [*prompt, *completion])
-        first = len(whole.messages) - len(completion)
-        return Conversation(whole.messages, whole.tools, whole.unmask, answers_from=first)
+            raise row.error("completion is empty: nothing in this row would be trained on")
+        conversation = _read_messages(row, [*prompt, *completion])
+        train_from = len(conversation.messages) - len(completion)
+        return Conversation(conversation.messages, conversation.tools, conversation.unmask, train_from)
     for key, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str):
-            raise row.error(f"{key} is neither text nor, with the other, a list of messages")
+            raise row.error(f"{key} is not a string; both prompt and completion are strings, or lists of messages")
     if not completion:
-        raise row.error("completion is empty: nothing in this row would be trained")
-    return Completion(encodable(row, prompt), encodable(row, completion), _unmask(row))
+        raise row.error("completion is empty: nothing in this row would be trained on")
+    return Completion(check_encodable(row, prompt), check_encodable(row, completion), _read_unmask(row))
 
 
-def conversation_of(row: Row, shape: Shape) -> Conversation:
-    _check_keys(row, shape)
-    if shape == "alpaca":
-        return _conversation(row, _alpaca(row))
-    return _conversation(row, _turns(row) if shape == "sharegpt" else row.value["messages"])
+def read_conversation(row: Row, row_format: RowFormat) -> Conversation:
+    _check_keys(row, row_format)
+    if row_format == "alpaca":
+        return _read_messages(row, _alpaca_messages(row))
+    return _read_messages(row, _sharegpt_messages(row) if row_format == "sharegpt" else row.value["messages"])
 
 
-def tokens_of(row: Row, vocab_size: int) -> Tokens:
+def read_tokens(row: Row, vocab_size: int) -> Tokens:
     _check_keys(row, "tokens")
     ids = row.value["input_ids"]
     labels = ids if row.value.get("labels") is None else row.value["labels"]
     for name, values in (("input_ids", ids), ("labels", labels)):
         if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise row.error(f"{name} is not a list of whole numbers")
+            raise row.error(f"{name} is not a list of integers")
     if not ids or len(ids) != len(labels):
-        raise row.error(f"{len(ids)} input_ids and {len(labels)} labels: they are as many, and not none")
+        raise row.error(f"{len(ids)} input_ids and {len(labels)} labels: their numbers must be equal and not zero")
     if row.value.get("len", len(ids)) != len(ids):
-        raise row.error(f"len says {row.value['len']!r}, but there are {len(ids)} input_ids")
+        raise row.error(f"len is {row.value['len']!r}, but there are {len(ids)} input_ids")
     outside = [i for i in ids if not 0 <= i < vocab_size]
-    outside += [i for i in labels if i != IGNORED and not 0 <= i < vocab_size]
+    outside += [i for i in labels if i != IGNORE_INDEX and not 0 <= i < vocab_size]
     if outside:
         raise row.error(f"id {outside[0]} is outside the vocabulary of {vocab_size}")
     return Tokens(ids, labels)
 
 
-def trained_messages(row: Row, conversation: Conversation, train_on: str) -> list[int]:
-    """Which messages are trained on: by role, the last answer, or as each message itself says (`train`, `weight`)."""
+def select_train_messages(row: Row, conversation: Conversation, train_on: str) -> list[int]:
+    """The indices of the messages to train on: by role, the last answer, or by each message's `train` or `weight`."""
     messages = conversation.messages
     roles = ("assistant",) if train_on in ("last", "flag") else tuple(role.strip() for role in train_on.split(","))
-    chosen = [number for number, message in enumerate(messages) if message["role"] in roles]
+    indices = [index for index, message in enumerate(messages) if message["role"] in roles]
     if train_on == "last":
-        chosen = chosen[-1:]
+        indices = indices[-1:]
     if train_on == "flag":
         flags = {
-            number: flag for number, message in enumerate(messages) if (flag := _flag(row, number, message)) is not None
+            index: flag
+            for index, message in enumerate(messages)
+            if (flag := _read_flag(row, index, message)) is not None
         }
-        chosen = sorted(
-            {*chosen, *(n for n, flag in flags.items() if flag)} - {n for n, flag in flags.items() if not flag}
-        )
-    chosen = [number for number in chosen if number >= conversation.answers_from]
-    for number in chosen:
-        said = {key: value for key, value in messages[number].items() if key not in ("role", "train", "weight", "name")}
-        if not any(value.strip() if isinstance(value, str) else value for value in said.values()):
-            raise row.error(f"message {number} ({messages[number]['role']}) is empty: only its end would be trained")
-    if not chosen:
-        wanted = "no message is flagged for training" if train_on == "flag" else f"no {' or '.join(roles)} message"
-        raise row.error(f"{wanted}: nothing in this row would be trained")
-    return chosen
+        turned_on, turned_off = {i for i, flag in flags.items() if flag}, {i for i, flag in flags.items() if not flag}
+        indices = sorted({*indices, *turned_on} - turned_off)
+    indices = [index for index in indices if index >= conversation.train_from]
+    for index in indices:
+        values = [value for key, value in messages[index].items() if key not in ("role", "train", "weight", "name")]
+        if not any(value.strip() if isinstance(value, str) else value for value in values):
+            raise row.error(f"message {index} ({messages[index]['role']}) is empty: only its end would be trained on")
+    if not indices:
+        reason = "no message is flagged for training" if train_on == "flag" else f"no {' or '.join(roles)} message"
+        raise row.error(f"{reason}: nothing in this row would be trained on")
+    return indices
 
 
 def check_train_on(train_on: str) -> None:
-    """A misspelt choice, or one in a list of roles, would be taken for a role that no message has."""
+    """Raises UsageError for a misspelled choice, which would be taken for a role that no message has."""
     parts = [part.strip() for part in train_on.split(",")]
     if len(parts) > 1 and {"last", "all", "flag"} & set(parts):
-        raise UsageError(f"data.train_on {train_on!r}: last, all and flag stand alone", "a list is of roles")
+        raise UsageError(
+            f"data.train_on {train_on!r}: last, all and flag cannot be combined", "only roles can be in a list"
+        )
     for name in parts:
-        near = _near(name, ("last", "all", "flag", *ROLES))
-        if not name or (near and near[0] != name):
+        similar = _similar(name, ("last", "all", "flag", *ROLES))
+        if not name or (similar and similar[0] != name):
             raise UsageError(
-                f"data.train_on {train_on!r} names no role or choice that is known",
-                f"did you mean {near[0]!r}? " if near else "it is all, last, flag, or roles such as assistant,tool",
+                f"data.train_on {train_on!r} is not a known role or choice",
+                f"did you mean {similar[0]!r}?" if similar else "use all, last, flag, or roles such as assistant,tool",
             )
 
 
-def _near(name: str, known: tuple[str, ...]) -> list[str]:
+def check_encodable(row: Row, text: str) -> str:
+    """Raises BadRow for text with NUL or lone surrogates, which are not valid Unicode."""
+    if text.isascii():
+        if "\0" not in text:
+            return text
+    else:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise row.error(f"lone surrogate at character {error.start}: not valid Unicode") from None
+    if "\0" in text:
+        raise row.error(f"NUL character at position {text.index(chr(0))}")
+    return text
+
+
+def _similar(name: str, known: tuple[str, ...]) -> list[str]:
     return difflib.get_close_matches(name, known, n=1, cutoff=0.75)
 
 
-def _flag(row: Row, number: int, message: Message) -> bool | None:
+def _read_flag(row: Row, index: int, message: Message) -> bool | None:
     flag = message.get("train", message.get("weight"))
     if flag is not None and flag not in (0, 1):
-        raise row.error(f"message {number}: train is true or false (weight 0 or 1), not {flag!r}")
+        raise row.error(f"message {index}: train must be true or false (weight 0 or 1), not {flag!r}")
     return None if flag is None else bool(flag)
 
 
-def _conversation(row: Row, messages: Any) -> Conversation:
-    if not isinstance(messages, list) or not messages:
+def _read_messages(row: Row, values: Any) -> Conversation:
+    if not isinstance(values, list) or not values:
         raise row.error("messages is empty or not a list")
-    checked = [_message(row, number, message) for number, message in enumerate(messages)]
+    messages = [_read_message(row, index, message) for index, message in enumerate(values)]
     system = row.value.get("system")
     if system is not None and not isinstance(system, str):
         raise row.error("system is not a string")
-    if system and checked[0]["role"] == "system":
-        raise row.error("there are two system messages, one in system and one in the messages")
+    if system and messages[0]["role"] == "system":
+        raise row.error("two system messages: one in system and one in the messages")
     if system:
-        checked.insert(0, {"role": "system", "content": encodable(row, system)})
-    return Conversation(checked, _tools(row), _unmask(row))
+        messages.insert(0, {"role": "system", "content": check_encodable(row, system)})
+    return Conversation(messages, _read_tools(row), _read_unmask(row))
 
 
-def _unmask(row: Row) -> bool:
+def _read_unmask(row: Row) -> bool:
     unmask = row.value.get("unmask", False)
     if not isinstance(unmask, bool):
-        raise row.error(f"unmask is true or false, not {unmask!r}")
+        raise row.error(f"unmask must be true or false, not {unmask!r}")
     return unmask
 
 
-def _message(row: Row, number: int, message: Any) -> Message:
+def _read_message(row: Row, index: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-        raise row.error(f"message {number} has no role")
+        raise row.error(f"message {index} has no role")
     role = message["role"]
-    near = [] if role in ROLES else [SHAREGPT_ROLES[role]] if role in SHAREGPT_ROLES else _near(role.lower(), ROLES)
-    if near:
-        raise row.error(f"message {number} has the role {role!r}", f"did you mean {near[0]!r}?")
+    if role not in ROLES:
+        similar = [SHAREGPT_ROLES[role]] if role in SHAREGPT_ROLES else _similar(role.lower(), ROLES)
+        if similar:
+            raise row.error(f"message {index} has the role {role!r}", f"did you mean {similar[0]!r}?")
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined(row, number, content)
+        content = _join_parts(row, index, content)
         message = {**message, "content": content}
     if content is None and (message.get("tool_calls") or message.get("function_call")):
-        # A template would write a null as the word None.
+        # A template would write null as the word None.
         return {**message, "content": ""}
     if not isinstance(content, str):
-        raise row.error(f"message {number} ({role}) has no text content")
-    encodable(row, content)
+        raise row.error(f"message {index} ({role}) has no text content")
+    check_encodable(row, content)
     return message
 
 
-def _joined(row: Row, number: int, parts: list[Any]) -> str:
-    """Content in parts, as it is written where a message may also hold images: the texts, joined."""
+def _join_parts(row: Row, index: int, parts: list[Any]) -> str:
+    """Joins the texts of multi-part content, as used where a message may also have images."""
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise row.error(f"message {number} has content that is not text")
+            raise row.error(f"message {index} has content that is not text")
     return "".join(part["text"] for part in parts)
 
 
-def _tools(row: Row) -> list[Any] | None:
+def _read_tools(row: Row) -> list[Any] | None:
     tools = row.value.get("tools")
     if isinstance(tools, str) and tools:
         try:
@@ -243,65 +263,50 @@ def _tools(row: Row) -> list[Any] | None:
     return tools
 
 
-def _turns(row: Row) -> list[Message]:
+def _sharegpt_messages(row: Row) -> list[Message]:
     turns = row.value["conversations"]
     if not isinstance(turns, list) or not turns:
         raise row.error("conversations is empty or not a list")
-    found = []
-    for number, turn in enumerate(turns):
+    messages = []
+    for index, turn in enumerate(turns):
         if isinstance(turn, dict) and "role" in turn:
-            found.append(turn)
+            messages.append(turn)
             continue
-        said = turn.get("from") if isinstance(turn, dict) else None
-        if said not in SHAREGPT_ROLES:
+        speaker = turn.get("from") if isinstance(turn, dict) else None
+        if speaker not in SHAREGPT_ROLES:
             raise row.error(
-                f"turn {number} is from {said!r}", f"it is one of {', '.join(SHAREGPT_ROLES)}, or has role and content"
+                f"turn {index} is from {speaker!r}",
+                f"use one of {', '.join(SHAREGPT_ROLES)}, or a message with role and content",
             )
-        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        found.append({"role": SHAREGPT_ROLES[said], "content": turn.get("value"), **rest})
-    return found
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        messages.append({"role": SHAREGPT_ROLES[speaker], "content": turn.get("value"), **others})
+    return messages
 
 
-def _alpaca(row: Row) -> list[Message]:
-    """Instruction and input are one question, apart by a blank line; `history` holds earlier questions and answers."""
+def _alpaca_messages(row: Row) -> list[Message]:
+    """Instruction and input are one question, separated by a blank line; `history` has earlier turns."""
     value = row.value
     for key in ("instruction", "output"):
         if not isinstance(value[key], str):
             raise row.error(f"{key} is not a string")
     if not value["output"]:
-        raise row.error("output is empty: nothing in this row would be trained")
-    given = value.get("input") or ""
-    if not isinstance(given, str):
+        raise row.error("output is empty: nothing in this row would be trained on")
+    input_text = value.get("input") or ""
+    if not isinstance(input_text, str):
         raise row.error("input is not a string")
-    turns = []
-    for pair in value.get("history") or []:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise row.error("history is a list of pairs of question and answer")
-        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    question = f"{value['instruction']}\n\n{given}" if given else value["instruction"]
-    return [*turns, {"role": "user", "content": question}, {"role": "assistant", "content": value["output"]}]
+    history, messages = value.get("history") or [], []
+    if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
+        raise row.error("history is not a list of [question, answer] pairs")
+    for pair in history:
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    question = f"{value['instruction']}\n\n{input_text}" if input_text else value["instruction"]
+    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": value["output"]}]
 
 
-def encodable(row: Row, text: str) -> str:
-    if text.isascii():
-        if "\0" not in text:
-            return text
-    else:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise row.error(
-                f"half of a surrogate pair at character {error.start}: not text that can be written"
-            ) from None
-    if "\0" in text:
-        raise row.error(f"a NUL at character {text.index(chr(0))} of a text")
-    return text
-
-
-def _check_keys(row: Row, shape: Shape) -> None:
-    missing = [key for key in KEYS[shape] if key not in row.value]
+def _check_keys(row: Row, row_format: RowFormat) -> None:
+    missing = [key for key in FORMAT_KEYS[row_format] if key not in row.value]
     if missing:
         raise row.error(
-            f"the rows of this source are of shape {shape!r}, this one has no {' and no '.join(missing)}: its keys are "
+            f"the format of this data is {row_format!r}, but this row has no {' and no '.join(missing)}; its keys are "
             f"{', '.join(row.value) or 'none'}"
         )

@@ -1,9 +1,9 @@
-"""One global order of samples, without end; its whole state is how many have been drawn.
+"""One endless global order of samples. Its complete state is the number of samples drawn.
 
-Every epoch is a permutation that depends on the seed and the epoch alone, so the order after any number of samples is
-known without drawing them, and the same on every rank. Beyond 65 536 samples the permutation is computed place by
-place (a Feistel network): drawing from a billion samples takes no memory and no time to start. Several sources with
-weights are interleaved evenly, by counting: which source a draw comes from, and how many it gave before, is a formula.
+Every epoch is a permutation that depends only on the seed and the epoch. So the order after any number of samples is
+known without drawing them, and is the same on every rank. Beyond 65,536 samples the permutation is computed index by
+index with a Feistel network: drawing from a billion samples takes no memory and no time to start. A formula interleaves
+weighted sources evenly: it gives the source of each draw, and how many earlier draws that source had.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Protocol
 
 import numpy as np
 
-# Up to here a permutation is made as a whole: it takes a millisecond, and the network needs room to mix.
-SMALL = 1 << 16
-ROUNDS = 6
-# Weights are kept to so many parts; with 63 bits, enough for nine million million draws.
+# Up to this size numpy permutes everything: it takes a millisecond, and a small network would not mix well.
+MAX_NUMPY_SIZE = 1 << 16
+FEISTEL_ROUNDS = 6
+# Weights are rounded to parts per million; in 63 bits that is enough for 9e12 draws.
 WEIGHT_PARTS = 1_000_000
 
 
 class Sampler(Protocol):
-    """`drawn` is the whole state. An epoch is `size` draws."""
+    """`consumed_samples` is the complete state; an epoch is `size` draws."""
 
     size: int
-    drawn: int
+    consumed_samples: int
 
     def at(self, positions: np.ndarray) -> np.ndarray: ...
 
@@ -33,12 +33,14 @@ class Sampler(Protocol):
 
 
 class InfiniteSampler:
-    """The samples 0 to size - 1, every one once an epoch. Iterating over it never ends."""
+    """Draws 0 to size - 1, each once per epoch. Iterating over it never ends."""
 
-    def __init__(self, size: int, seed: int = 0, shuffle: bool = True, drawn: int = 0) -> None:
-        if size < 1 or drawn < 0:
-            raise ValueError(f"a sampler needs at least one sample, and cannot go on before the first: {size}, {drawn}")
-        self.size, self.seed, self.shuffle, self.drawn = size, seed, shuffle, drawn
+    def __init__(self, size: int, seed: int = 0, shuffle: bool = True, consumed_samples: int = 0) -> None:
+        if size < 1 or consumed_samples < 0:
+            raise ValueError(
+                f"size must be at least 1 and consumed_samples at least 0, not {size} and {consumed_samples}"
+            )
+        self.size, self.seed, self.shuffle, self.consumed_samples = size, seed, shuffle, consumed_samples
         self._epoch = -1
         self._order: np.ndarray = np.empty(0, dtype=np.int64)
 
@@ -47,31 +49,31 @@ class InfiniteSampler:
 
     def __iter__(self) -> Iterator[int]:
         while True:
-            for sample in self.at(np.arange(self.drawn, self.drawn + 1024)).tolist():
-                self.drawn += 1
+            for sample in self.at(np.arange(self.consumed_samples, self.consumed_samples + 1024)).tolist():
+                self.consumed_samples += 1
                 yield sample
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` samples; a draw may run across the end of an epoch."""
-        positions = np.arange(self.drawn, self.drawn + count)
-        self.drawn += count
+        """The next `count` samples, which may span epochs."""
+        positions = np.arange(self.consumed_samples, self.consumed_samples + count)
+        self.consumed_samples += count
         return self.at(positions)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at these places of the endless order."""
+        """The samples at these positions of the endless order."""
         epochs, indices = np.divmod(positions, self.size)
         if not self.shuffle or self.size == 1:
             return indices
-        found = np.empty_like(indices)
+        samples = np.empty_like(indices)
         by_epoch = np.argsort(epochs, kind="stable")
-        for here in np.split(by_epoch, np.flatnonzero(np.diff(epochs[by_epoch])) + 1):
-            if len(here):
-                found[here] = self._shuffled(indices[here], int(epochs[here[0]]))
-        return found
+        for group in np.split(by_epoch, np.flatnonzero(np.diff(epochs[by_epoch])) + 1):
+            if len(group):
+                samples[group] = self._shuffle(indices[group], int(epochs[group[0]]))
+        return samples
 
-    def _shuffled(self, indices: np.ndarray, epoch: int) -> np.ndarray:
-        if self.size > SMALL:
-            return _permuted(indices, self.size, np.random.SeedSequence([self.seed, epoch]))
+    def _shuffle(self, indices: np.ndarray, epoch: int) -> np.ndarray:
+        if self.size > MAX_NUMPY_SIZE:
+            return _permute(indices, self.size, np.random.SeedSequence([self.seed, epoch]))
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
             self._epoch = epoch
@@ -79,55 +81,59 @@ class InfiniteSampler:
 
 
 class MixedSampler:
-    """Several sources by weight: in any run of draws each has its share, to within a sample for each source.
+    """Several sources by weight: in any range of draws each has its share, within one sample per source.
 
-    Samples are numbered through: those of the second source follow those of the first. A source that is drawn more
-    often than it has samples begins its next epoch, in another order.
+    Samples are numbered consecutively over the sources. A source that runs out starts its next epoch, in a new order.
     """
 
     def __init__(
-        self, sizes: Sequence[int], weights: Sequence[float], seed: int = 0, shuffle: bool = True, drawn: int = 0
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int = 0,
+        shuffle: bool = True,
+        consumed_samples: int = 0,
     ) -> None:
         total = sum(Fraction(str(weight)) for weight in weights)
         self.weights = [max(1, round(Fraction(str(weight)) / total * WEIGHT_PARTS)) for weight in weights]
-        self.size, self.drawn = sum(sizes), drawn
-        # Source n has a seed of its own; the first has that of an unmixed run.
+        self.size, self.consumed_samples = sum(sizes), consumed_samples
+        # Every source has its own seed; the first source uses the seed of an unmixed run.
         self.sources = [InfiniteSampler(size, seed + (n << 40), shuffle) for n, size in enumerate(sizes)]
         self.starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
 
     def take(self, count: int) -> np.ndarray:
-        positions = np.arange(self.drawn, self.drawn + count)
-        self.drawn += count
+        positions = np.arange(self.consumed_samples, self.consumed_samples + count)
+        self.consumed_samples += count
         return self.at(positions)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Source by source: its share of what the earlier ones left, spread evenly over it."""
-        found = np.empty_like(positions)
-        waiting, counts = np.arange(len(positions)), positions.astype(np.int64)
+        """Each source takes its share of the draws that earlier sources left, evenly spread."""
+        samples = np.empty_like(positions)
+        remaining, counts = np.arange(len(positions)), positions.astype(np.int64)
         for number, (source, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
-            rest = sum(self.weights[number:])
-            given, after = (counts * weight + rest // 2) // rest, ((counts + 1) * weight + rest // 2) // rest
-            chosen = after > given
-            found[waiting[chosen]] = source.at(given[chosen]) + self.starts[number]
-            waiting, counts = waiting[~chosen], (counts - given)[~chosen]
-        return found
+            total = sum(self.weights[number:])
+            before, after = (counts * weight + total // 2) // total, ((counts + 1) * weight + total // 2) // total
+            is_own = after > before
+            samples[remaining[is_own]] = source.at(before[is_own]) + self.starts[number]
+            remaining, counts = remaining[~is_own], (counts - before)[~is_own]
+        return samples
 
-    def drawn_from(self, draws: int) -> list[int]:
+    def samples_per_source(self, draws: int) -> list[int]:
         """How many of the first `draws` samples come from each source."""
-        given = []
+        counts = []
         for number, weight in enumerate(self.weights):
-            rest = sum(self.weights[number:])
-            given.append((draws * weight + rest // 2) // rest)
-            draws -= given[-1]
-        return given
+            total = sum(self.weights[number:])
+            counts.append((draws * weight + total // 2) // total)
+            draws -= counts[-1]
+        return counts
 
 
-def _permuted(indices: np.ndarray, size: int, seeds: np.random.SeedSequence) -> np.ndarray:
-    """Where a fixed random permutation of `size` things puts these.
+def _permute(indices: np.ndarray, size: int, seeds: np.random.SeedSequence) -> np.ndarray:
+    """The images of `indices` under a fixed random permutation of `size` elements.
 
-    The network permutes the next power of four; what falls outside is sent through again until it falls inside.
+    The network permutes the next power of four; images outside `size` go through it again until they are inside.
     """
-    keys = seeds.generate_state(ROUNDS, np.uint64)
+    keys = seeds.generate_state(FEISTEL_ROUNDS, np.uint64)
     half = np.uint64(((size - 1).bit_length() + 1) // 2)
     low = (np.uint64(1) << half) - np.uint64(1)
     values = indices.astype(np.uint64)
@@ -135,14 +141,14 @@ def _permuted(indices: np.ndarray, size: int, seeds: np.random.SeedSequence) -> 
     while len(outside):
         left, right = values[outside] >> half, values[outside] & low
         for key in keys:
-            left, right = right, left ^ (_mixed(right ^ key) & low)
+            left, right = right, left ^ (_mix(right ^ key) & low)
         values[outside] = (left << half) | right
         outside = outside[values[outside] >= size]
     return values.astype(np.int64)
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Every bit of the result depends on every bit given (the finaliser of SplitMix64)."""
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: every output bit depends on every input bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,11 +1,11 @@
-"""What a sampler draws from: conversations as they are, or text laid out in rows of one length.
+"""The samples that a sampler draws: conversations as they are, or text laid out in rows of one length.
 
-A sample is a list of sequences that share a row. Packed text comes in two layouts:
+A sample is a list of sequences that share a row. Packed text has two layouts:
 
-- a stream, cut every `context_length` tokens: nothing is dropped and nothing is padding (but in the very last row); the
-  price is that most rows begin in the middle of a document;
-- best fit: every row begins with a document, and documents are put where they leave the least room. No document is cut
-  that fits in a row; the price is a little padding, well under one per cent where there are many documents.
+- stream: documents one after another, cut every `context_length` tokens. Nothing is dropped or padded, except in the
+  last row; but most rows start in the middle of a document;
+- best-fit: every row starts with a document, and documents go where they leave the least space. A document that fits in
+  a row is never cut; the cost is a little padding, well under one percent if there are many documents.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from typing import Protocol
 
 import numpy as np
 
-from torchstone.atomic import locked
+from torchstone.atomic import file_lock
 from torchstone.data.assignment import best_fit_rows
 from torchstone.data.cache import TokenCache
-from torchstone.data.encode import Encoded
+from torchstone.data.encode import TokenSequence
 from torchstone.errors import DataError
 
 
 class Samples(Protocol):
-    """`lengths` and `loss_tokens` of every sample are known without reading it: a step is planned from them alone."""
+    """`lengths` and `loss_tokens` of all samples are known without reading them: steps are planned from them."""
 
     lengths: np.ndarray
     loss_tokens: np.ndarray
 
     def __len__(self) -> int: ...
 
-    def get(self, index: int) -> list[Encoded]: ...
+    def get(self, index: int) -> list[TokenSequence]: ...
 
 
-class WholeSequences:
-    """One sequence of the cache per sample."""
+class SequenceSamples:
+    """One sequence of the cache per sample. `indices` selects the sequences."""
 
-    def __init__(self, cache: TokenCache, members: np.ndarray) -> None:
-        self.cache, self.members = cache, members
-        self.lengths = cache.lengths[members].astype(np.int64)
-        self.loss_tokens = cache.loss_tokens[members].astype(np.int64)
+    def __init__(self, cache: TokenCache, indices: np.ndarray) -> None:
+        self.cache, self.indices = cache, indices
+        self.lengths = cache.lengths[indices].astype(np.int64)
+        self.loss_tokens = cache.loss_tokens[indices].astype(np.int64)
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.indices)
 
-    def get(self, index: int) -> list[Encoded]:
-        return [self.cache.sequence(int(self.members[index]))]
+    def get(self, index: int) -> list[TokenSequence]:
+        return [self.cache.sequence(int(self.indices[index]))]
 
 
-class StreamRows:
-    """Rows of `row_length` tokens cut from the documents `members`, one after another."""
+class StreamSamples:
+    """Rows of `row_length` tokens cut from the concatenated documents `indices`."""
 
-    def __init__(self, cache: TokenCache, members: np.ndarray, row_length: int) -> None:
-        self.cache, self.members, self.row_length = cache, members, row_length
-        self.ends = np.cumsum(cache.lengths[members], dtype=np.int64)
+    def __init__(self, cache: TokenCache, indices: np.ndarray, row_length: int) -> None:
+        self.cache, self.indices, self.row_length = cache, indices, row_length
+        self.ends = np.cumsum(cache.lengths[indices], dtype=np.int64)
         total = int(self.ends[-1]) if len(self.ends) else 0
         starts = np.arange(0, total, row_length)
         self.lengths: np.ndarray = np.diff(np.append(starts, total))
-        # Every piece of a document in a row begins with a token that nothing predicts.
+        # Every piece of a document in a row starts with a token that nothing predicts.
         self._first = np.searchsorted(self.ends, starts, side="right")
         self._last = np.searchsorted(self.ends, starts + self.lengths - 1, side="right")
         self.loss_tokens: np.ndarray = self.lengths - (self._last - self._first + 1)
@@ -69,38 +69,38 @@ class StreamRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def get(self, index: int) -> list[Encoded]:
+    def get(self, index: int) -> list[TokenSequence]:
         start = index * self.row_length
         stop = start + int(self.lengths[index])
-        pieces = []
+        sequences = []
         for document in range(self._first[index], self._last[index] + 1):
             end = int(self.ends[document])
-            begin = end - int(self.cache.lengths[self.members[document]])
+            begin = end - int(self.cache.lengths[self.indices[document]])
             low, high = max(start, begin) - begin, min(stop, end) - begin
-            pieces.append(self.cache.sequence(int(self.members[document]), low, high))
-        return pieces
+            sequences.append(self.cache.sequence(int(self.indices[document]), low, high))
+        return sequences
 
 
-class BestFitRows:
-    """Rows of at most `row_length` tokens of whole documents. The layout is kept beside the cache: it takes seconds."""
+class BestFitSamples:
+    """Rows of at most `row_length` tokens of complete documents. The layout takes seconds and is cached on disk."""
 
-    def __init__(self, cache: TokenCache, members: np.ndarray, row_length: int) -> None:
+    def __init__(self, cache: TokenCache, indices: np.ndarray, row_length: int) -> None:
         self.cache = cache
-        order, self.offsets = _layout(cache, members, row_length)
-        self.documents = members[order]
-        self.lengths: np.ndarray = _sums(cache.lengths[self.documents], self.offsets)
-        self.loss_tokens: np.ndarray = _sums(cache.loss_tokens[self.documents], self.offsets)
+        order, self.offsets = _best_fit_layout(cache, indices, row_length)
+        self.documents = indices[order]
+        self.lengths: np.ndarray = _segment_sums(cache.lengths[self.documents], self.offsets)
+        self.loss_tokens: np.ndarray = _segment_sums(cache.loss_tokens[self.documents], self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def get(self, index: int) -> list[Encoded]:
+    def get(self, index: int) -> list[TokenSequence]:
         row = self.documents[self.offsets[index] : self.offsets[index + 1]]
         return [self.cache.sequence(int(document)) for document in row]
 
 
-class Together:
-    """The samples of several sources, numbered through."""
+class ConcatSamples:
+    """The samples of several sources, numbered consecutively."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = parts
@@ -111,76 +111,79 @@ class Together:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def get(self, index: int) -> list[Encoded]:
+    def get(self, index: int) -> list[TokenSequence]:
         number = int(np.searchsorted(self.ends, index, side="right"))
         part = self.parts[number]
         return part.get(index - int(self.ends[number]) + len(part))
 
 
-def together(parts: Sequence[Samples]) -> Samples:
-    return parts[0] if len(parts) == 1 else Together(parts)
+def concat_samples(parts: Sequence[Samples]) -> Samples:
+    return parts[0] if len(parts) == 1 else ConcatSamples(parts)
 
 
-def split(origins: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which sequences are trained on and which are held out: a random choice that depends on the seed alone.
+def split_validation(origins: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the training and validation sequences: a random split that depends only on the seed.
 
-    Rows are chosen, not sequences: the pieces of one long row are all on one side.
+    Rows are split, not sequences: all pieces of a long row are on one side.
     """
-    everything = np.arange(len(origins))
+    indices = np.arange(len(origins))
     if share <= 0:
-        return everything, everything[:0]
+        return indices, indices[:0]
     row_of = np.cumsum(np.concatenate(([0], np.diff(origins) != 0)))
-    count = int(row_of[-1]) + 1
-    held_out = max(1, round(count * share))
-    if held_out >= count:
-        raise DataError(f"data.validation_split {share:g} of {count} rows leaves none to train on")
-    chosen: np.ndarray = np.zeros(count, dtype=bool)
-    chosen[np.random.default_rng([seed, 0x5EED]).permutation(count)[:held_out]] = True
-    return everything[~chosen[row_of]], everything[chosen[row_of]]
+    num_rows = int(row_of[-1]) + 1
+    num_validation = max(1, round(num_rows * share))
+    if num_validation >= num_rows:
+        raise DataError(
+            f"data.validation_split {share:g} of {num_rows} rows leaves none for training",
+            "use a smaller --data.validation_split",
+        )
+    is_validation: np.ndarray = np.zeros(num_rows, dtype=bool)
+    is_validation[np.random.default_rng([seed, 0x5EED]).permutation(num_rows)[:num_validation]] = True
+    return indices[~is_validation[row_of]], indices[is_validation[row_of]]
 
 
-def _layout(cache: TokenCache, members: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    name = hashlib.sha256(members.tobytes()).hexdigest()[:16]
+def _best_fit_layout(cache: TokenCache, indices: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+    name = hashlib.sha256(indices.tobytes()).hexdigest()[:16]
     path = cache.folder / f"rows-{row_length}-{name}.npy"
-    found = _load(path)
-    if found is None and os.access(cache.folder, os.W_OK):
-        with locked(cache.folder / f"{path.stem}.lock"):
-            found = _load(path)
-            if found is None:
-                _save(path, *_in_order(*best_fit_rows(cache.lengths[members].astype(np.int64), row_length)))
-                found = _load(path)
-    return found or _in_order(*best_fit_rows(cache.lengths[members].astype(np.int64), row_length))
+    layout = _load_layout(path)
+    if layout is None and os.access(cache.folder, os.W_OK):
+        with file_lock(cache.folder / f"{path.stem}.lock"):
+            layout = _load_layout(path)
+            if layout is None:
+                _save_layout(path, *_sort_rows(*best_fit_rows(cache.lengths[indices].astype(np.int64), row_length)))
+                layout = _load_layout(path)
+    return layout or _sort_rows(*best_fit_rows(cache.lengths[indices].astype(np.int64), row_length))
 
 
-def _in_order(order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows by their earliest document, as near to the order of the files as they come; they are made by length."""
+def _sort_rows(order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sorts the rows by their first document, so that they roughly follow the order of the files."""
     by_first = np.argsort(np.minimum.reduceat(order, offsets[:-1]), kind="stable")
     sizes = np.diff(offsets)[by_first]
     ends = np.concatenate(([0], np.cumsum(sizes)))
     return order[np.repeat(offsets[by_first] - ends[:-1], sizes) + np.arange(len(order))], ends
 
 
-def _load(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """A layout that is there and whole: documents, where rows begin, and a checksum of both after their number."""
+def _load_layout(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """Order and offsets from [number of documents, checksum, order, offsets]; None if missing or damaged."""
     if not path.is_file():
         return None
     try:
-        kept: np.ndarray = np.load(path, mmap_mode="r")
+        array: np.ndarray = np.load(path, mmap_mode="r")
     except (ValueError, EOFError):
         return None
-    whole = len(kept) > 2 and kept[1] == zlib.crc32(kept[2:].tobytes())
-    return (kept[2 : 2 + kept[0]], kept[2 + kept[0] :]) if whole else None
+    is_intact = len(array) > 2 and array[1] == zlib.crc32(array[2:].tobytes())
+    return (array[2 : 2 + array[0]], array[2 + array[0] :]) if is_intact else None
 
 
-def _save(path: Path, order: np.ndarray, offsets: np.ndarray) -> None:
+def _save_layout(path: Path, order: np.ndarray, offsets: np.ndarray) -> None:
     both = np.concatenate([order, offsets]).astype(np.int64)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    temporary = path.with_suffix(f".{os.getpid()}.partial")
+    with temporary.open("wb") as file:
         np.save(file, np.concatenate([[len(order), zlib.crc32(both.tobytes())], both]))
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    temporary.replace(path)
 
 
-def _sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def _segment_sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.diff(np.concatenate(([0], np.cumsum(values, dtype=np.int64)))[offsets])

@@ -1,8 +1,8 @@
-"""Files to rows, each with the place it came from: every message about a row can say `file:line`.
+"""Reads data files into rows that know where they came from, so that every message about a row can say `file:line`.
 
 JSONL or a JSON array (plain, .gz, .zst), parquet and Hugging Face datasets folders are read as chunks of about two
-megabytes: raw bytes that any process can turn into rows. Reading is then one sequential pass that never holds more than
-a few chunks, and parsing, the expensive part, can be anybody's. A damaged line is one line's problem.
+megabytes: raw bytes that any process can turn into rows. Reading is one sequential pass that holds a few chunks;
+parsing, the expensive part, can run in other processes. A damaged line affects only that line.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
-from torchstone.data.json_array import array_lines, begins_array
+from torchstone.data.json_array import array_lines, starts_with_array
 from torchstone.errors import DataError, UsageError
 
 CHUNK_BYTES = 1 << 21
 CHUNK_ROWS = 1000
-DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
+DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
 JSONL = (".jsonl", ".json", ".ndjson")
-ENDINGS = (*(f"{name}{packed}" for name in JSONL for packed in ("", ".gz", ".zst")), ".parquet")
-# All that any shape of row looks at (formats.py); a table may have columns that Python cannot even hold.
+SUFFIXES = (*(f"{name}{compression}" for name in JSONL for compression in ("", ".gz", ".zst")), ".parquet")
+# The columns that row formats read (formats.py). Others are not read: Python may not even be able to represent them.
 COLUMNS = {
     "input_ids", "labels", "len", "messages", "conversations", "tools", "system", "unmask", "prompt", "completion",
     "instruction", "input", "output", "history", "text", "document",
 }  # fmt: skip
-OTHER_KINDS = (".txt", ".csv", ".tsv", ".md", ".arrow", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".xlsx", ".bin", ".npy")
-MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+UNSUPPORTED_SUFFIXES = (
+    ".txt", ".csv", ".tsv", ".md", ".arrow", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".xlsx", ".bin", ".npy",
+)  # fmt: skip
+MAGIC_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 BOM = b"\xef\xbb\xbf"
-BEGINNING = 100
-STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+MAX_SHOWN = 100
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class BadRow(DataError):
-    """A row that cannot be trained on: where it is, why, and the row itself for the quarantine."""
+    """A row that cannot be trained on: where it is, why, and its raw text for the quarantine file."""
 
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
-        begins = raw.strip()
-        begins = begins if len(begins) <= BEGINNING else begins[: BEGINNING - 1] + "…"
-        # What a row says to a terminal is not for the terminal.
-        begins = STEERING.sub(lambda found: f"\\x{ord(found[0]):02x}", begins)
-        super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row begins {begins}", hint])))
-        self.path, self.line, self.reason, self.raw, self.more = path, line, reason, raw, hint
+        shown = raw.strip()
+        shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
+        # A row must not control the terminal.
+        shown = CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
+        super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row starts with {shown}", hint])))
+        self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Row:
 
 
 class Position(NamedTuple):
-    """Where a chunk ends: the file, its bytes or rows before the next chunk, and the number of the next line."""
+    """The end of a chunk: the index of its file, the bytes or rows of the file before it, and the next line."""
 
     file: int = 0
     offset: int = 0
@@ -69,146 +71,146 @@ class Position(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows not read yet. `done` is how much of the file on disk lies before its end."""
+    """Rows that are not parsed yet. `bytes_done` is how much of the file on disk is before its end."""
 
     kind: Literal["lines", "arrow"]
     path: Path
     first_line: int
     payload: bytes
-    rows: int | None
+    num_rows: int | None
     end: Position
-    done: int
+    bytes_done: int
 
 
 def find_files(name: str) -> list[Path]:
-    """The data files that a path means: itself, all of a folder, those of a pattern; a datasets folder is one."""
+    """The data files of a path: the file, all files of a folder, matches of a glob. A datasets folder is one file."""
     path = Path(name)
     if path.is_dir():
-        found = [_datasets_folder(path)] if _is_datasets_folder(path) else _data_files(path)
-        if not found:
-            raise UsageError(f"no data files in the folder {path}", f"looked for {', '.join(ENDINGS)}")
-        return found
+        files = [_datasets_split(path)] if _is_datasets_folder(path) else _files_in(path)
+        if not files:
+            raise UsageError(f"no data files in the folder {path}", f"supported files: {', '.join(SUFFIXES)}")
+        return files
     if path.is_file():
-        if path.suffix in OTHER_KINDS:
-            raise UsageError(f"{path}: {path.suffix} files are not read", f"the kinds are {', '.join(ENDINGS)}")
+        if path.suffix in UNSUPPORTED_SUFFIXES:
+            raise UsageError(f"{path}: {path.suffix} files are not supported", f"use one of {', '.join(SUFFIXES)}")
         return [path]
     if glob.has_magic(name):
-        found = sorted(Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file())
-        if not found:
+        files = sorted(Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file())
+        if not files:
             raise UsageError(f"no file matches {name}")
-        return found
-    near = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(ENDINGS))[:8]
+        return files
+    siblings = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(SUFFIXES))[:8]
     raise UsageError(
         f"data file {path} does not exist",
-        f"data files in {path.parent}: {', '.join(near)}" if near else "check the path",
+        f"data files in {path.parent}: {', '.join(siblings)}" if siblings else "check the path",
     )
 
 
-def chunks(files: list[Path], after: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
-    """All chunks of `files` from `after` on, in order."""
-    for number in range(after.file, len(files)):
-        path = files[number]
-        start = after if number == after.file else Position(number)
+def read_chunks(files: list[Path], start: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
+    """All chunks of `files` from `start` on, in order."""
+    for index in range(start.file, len(files)):
+        path = files[index]
+        position = start if index == start.file else Position(index)
         if path.is_dir():
-            yield from _datasets_chunks(path, start)
+            yield from _datasets_chunks(path, position)
         elif path.suffix == ".parquet":
-            yield from _parquet_chunks(path, start)
+            yield from _parquet_chunks(path, position)
         else:
-            yield from (_array_chunks if _is_array(path) else _line_chunks)(path, start)
+            yield from (_array_chunks if _is_array(path) else _line_chunks)(path, position)
 
 
-def rows(chunk: Chunk) -> Iterator[Row | BadRow]:
-    """The rows of a chunk, a bad one as the error it is. Blank lines are no rows."""
+def parse_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
+    """Yields the rows of a chunk, and a BadRow for each bad one. Blank lines are not rows."""
     if chunk.kind == "arrow":
         yield from _arrow_rows(chunk)
         return
-    for number, raw in enumerate(_lines(chunk.payload), start=chunk.first_line):
+    for line, raw in enumerate(_split_lines(chunk.payload), start=chunk.first_line):
         if _is_row(raw):
-            yield _parse(raw.removeprefix(BOM), chunk.path, number)
+            yield _parse_line(raw.removeprefix(BOM), chunk.path, line)
 
 
 def read_rows(name: str | Path) -> Iterator[Row]:
-    """Every row of a source; the first bad one stops."""
-    for chunk in chunks(find_files(str(name))):
-        for row in rows(chunk):
+    """Yields every row of a path; raises the first bad one."""
+    for chunk in read_chunks(find_files(str(name))):
+        for row in parse_rows(chunk):
             if isinstance(row, BadRow):
                 raise row
             yield row
 
 
-def row_count(chunk: Chunk) -> int:
-    """How many rows, good or bad, a chunk has."""
-    return chunk.rows if chunk.rows is not None else sum(map(_is_row, _lines(chunk.payload)))
+def count_rows(chunk: Chunk) -> int:
+    """The number of rows, good or bad."""
+    return chunk.num_rows if chunk.num_rows is not None else sum(map(_is_row, _split_lines(chunk.payload)))
 
 
-def first_rows(chunk: Chunk, count: int) -> Chunk:
-    """A chunk with only the first `count` rows of `chunk`."""
+def truncate_chunk(chunk: Chunk, count: int) -> Chunk:
+    """A chunk with only the first `count` rows."""
     if chunk.kind == "arrow":
         import pyarrow as pa
 
         table = pa.ipc.open_stream(chunk.payload).read_all().slice(0, count)
-        return chunk._replace(payload=_arrow_bytes(table), rows=count)
-    kept, found = [], 0
-    for raw in _lines(chunk.payload):
-        if found == count:
+        return chunk._replace(payload=_arrow_bytes(table), num_rows=count)
+    lines, rows = [], 0
+    for raw in _split_lines(chunk.payload):
+        if rows == count:
             break
-        found += _is_row(raw)
-        kept.append(raw)
-    return chunk._replace(payload=b"\n".join(kept))
-
-
-def _is_row(raw: bytes) -> bool:
-    return bool(raw.removeprefix(BOM).strip())
+        rows += _is_row(raw)
+        lines.append(raw)
+    return chunk._replace(payload=b"\n".join(lines))
 
 
 def size_on_disk(path: Path) -> int:
     return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.rglob("*.arrow"))
 
 
-def real_files(path: Path) -> list[Path]:
-    """The files whose bytes are what a data file says: itself, or those of a datasets folder."""
+def content_files(path: Path) -> list[Path]:
+    """The files whose bytes make up a data file: itself, or those of a datasets folder."""
     return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".arrow", ".json"))
 
 
-def _data_files(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if path.name.endswith(ENDINGS) and path.is_file()]
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+def _is_row(raw: bytes) -> bool:
+    return bool(raw.removeprefix(BOM).strip())
+
+
+def _files_in(folder: Path) -> list[Path]:
+    files = [path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file()]
+    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def _line_chunks(path: Path, start: Position) -> Iterator[Chunk]:
-    """Plain files are sought in; a compressed one is read again up to where it goes on, which is quick."""
+    """Seeks in a plain file; reads a compressed one again up to `start`, which is fast."""
     line, offset = start.line, start.offset
     with path.open("rb") as raw:
-        stream = _decompressed(path, raw)
+        stream = _decompress(path, raw)
         try:
             _skip(stream, offset)
-            while payload := _whole_lines(stream):
-                first, offset, line = line, offset + len(payload), line + len(_lines(payload))
+            while payload := _read_whole_lines(stream):
+                first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
                 yield Chunk("lines", path, first, payload, None, Position(start.file, offset, line), raw.tell())
-        except DAMAGED as error:
-            raise _cut_off(path, line - 1, error) from None
+        except DECOMPRESSION_ERRORS as error:
+            raise _damaged_file(path, line - 1, error) from None
 
 
 def _array_chunks(path: Path, start: Position) -> Iterator[Chunk]:
-    """The elements of a JSON array as lines; going on reads it again up to there."""
-    number, part = 0, list[bytes]()
+    """The elements of a JSON array as lines. Resuming reads the file again up to `start`."""
+    number, lines = 0, list[bytes]()
 
     def chunk() -> Chunk:
         end = Position(start.file, number, number + 1)
-        return Chunk("lines", path, number - len(part) + 1, b"\n".join(part), None, end, raw.tell())
+        return Chunk("lines", path, number - len(lines) + 1, b"\n".join(lines), None, end, raw.tell())
 
     with path.open("rb") as raw:
         try:
-            for number, element in enumerate(array_lines(_decompressed(path, raw)), start=1):
+            for number, element in enumerate(array_lines(_decompress(path, raw)), start=1):
                 if number > start.offset:
-                    part.append(element)
-                if len(part) == CHUNK_ROWS:
+                    lines.append(element)
+                if len(lines) == CHUNK_ROWS:
                     yield chunk()
-                    part = []
-            if part:
+                    lines = []
+            if lines:
                 yield chunk()
-        except DAMAGED as error:
-            raise _cut_off(path, number, error) from None
+        except DECOMPRESSION_ERRORS as error:
+            raise _damaged_file(path, number, error) from None
         except ValueError as error:
             raise DataError(f"{path}:{number + 1}: not a JSON array after element {number}: {error}") from None
 
@@ -216,39 +218,39 @@ def _array_chunks(path: Path, start: Position) -> Iterator[Chunk]:
 def _is_array(path: Path) -> bool:
     with path.open("rb") as raw:
         try:
-            beginning = _decompressed(path, raw).read(1 << 12)
-        except DAMAGED as error:
-            raise _cut_off(path, 0, error) from None
+            beginning = _decompress(path, raw).read(1 << 12)
+        except DECOMPRESSION_ERRORS as error:
+            raise _damaged_file(path, 0, error) from None
     if beginning[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(
-            f"{path}: UTF-16, by its byte order mark; JSON is UTF-8",
+            f"{path}: is UTF-16 (byte order mark), but JSON must be UTF-8",
             f"iconv -f UTF-16 -t UTF-8 {path.name} > NEW.jsonl",
         )
-    for magic, ending in MAGIC.items():
+    for magic, suffix in MAGIC_BYTES.items():
         if beginning.startswith(magic):
-            raise DataError(f"{path}: by its contents this is a {ending} file", f"give it a name that ends in {ending}")
-    return begins_array(beginning)
+            raise DataError(f"{path}: its contents are {suffix} data", f"rename it to end in {suffix}")
+    return starts_with_array(beginning)
 
 
-def _cut_off(path: Path, line: int, error: BaseException) -> BaseException:
-    """The error of a compressed file that is not whole; one of the system's own stays what it is."""
+def _damaged_file(path: Path, line: int, error: BaseException) -> BaseException:
+    """The error for a damaged compressed file; an error of the operating system stays as it is."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    return DataError(f"{path}: damaged or cut off after line {line}: {error}", "copy or download it again")
+    return DataError(f"{path}: damaged or truncated after line {line}: {error}", "copy or download it again")
 
 
-def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
+def _decompress(path: Path, raw: IO[bytes]) -> IO[bytes]:
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if path.suffix == ".zst":
         import pyarrow as pa
 
-        return io.BufferedReader(_Zstd(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")))
+        return io.BufferedReader(_ZstdStream(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")))
     return raw
 
 
-class _Zstd(io.RawIOBase):
-    """What pyarrow decompresses, as a stream that knows lines."""
+class _ZstdStream(io.RawIOBase):
+    """pyarrow's decompressed stream with the interface that BufferedReader needs."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -269,40 +271,40 @@ def _skip(stream: IO[bytes], offset: int) -> None:
     while offset > 0:
         skipped = len(stream.read(min(offset, CHUNK_BYTES)))
         if not skipped:
-            raise EOFError("shorter than before")
+            raise EOFError("the file is shorter than when its first part was read")
         offset -= skipped
 
 
-def _whole_lines(stream: IO[bytes]) -> bytes:
+def _read_whole_lines(stream: IO[bytes]) -> bytes:
     block = stream.read(CHUNK_BYTES)
     return block if not block or block.endswith(b"\n") else block + stream.readline()
 
 
-def _lines(payload: bytes) -> list[bytes]:
+def _split_lines(payload: bytes) -> list[bytes]:
     lines = payload.split(b"\n")
     return lines[:-1] if lines and not lines[-1] else lines
 
 
-def _parse(raw: bytes, path: Path, number: int) -> Row | BadRow:
+def _parse_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
     def bad(reason: str) -> BadRow:
-        return BadRow(path, number, reason, raw.decode("utf-8", "backslashreplace"))
+        return BadRow(path, line, reason, raw.decode("utf-8", "backslashreplace"))
 
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         return bad(f"not UTF-8 at byte {error.start} of the line")
     if "\0" in text:
-        return bad(f"a NUL byte at character {text.index(chr(0))}: the file was cut off by a crash, or is not text")
+        return bad(f"NUL byte at character {text.index(chr(0))}: the file was truncated by a crash or is not text")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return bad(f"not JSON: {error}")
     if not isinstance(value, dict):
-        return bad(f"a row is an object {{…}}, not {_KINDS.get(type(value), 'a number')}")
-    return Row(path, number, value)
+        return bad(f"a row must be an object {{…}}, not {_JSON_TYPES.get(type(value), 'a number')}")
+    return Row(path, line, value)
 
 
-_KINDS = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
+_JSON_TYPES = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
 
 
 def _parquet_chunks(path: Path, start: Position) -> Iterator[Chunk]:
@@ -312,23 +314,24 @@ def _parquet_chunks(path: Path, start: Position) -> Iterator[Chunk]:
     try:
         file = pq.ParquetFile(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a parquet file that can be read: {_one_line(error)}") from None
-    size, total = path.stat().st_size, max(1, file.metadata.num_rows)
+        raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
+    file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
     row = 0
     for group in range(file.num_row_groups):
-        in_group = file.metadata.row_group(group).num_rows
-        if row + in_group <= start.offset:
-            row += in_group
+        group_rows = file.metadata.row_group(group).num_rows
+        if row + group_rows <= start.offset:
+            row += group_rows
             continue
-        bytes_a_row = max(1, file.metadata.row_group(group).total_byte_size // max(1, in_group))
+        bytes_per_row = max(1, file.metadata.row_group(group).total_byte_size // max(1, group_rows))
+        batch_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // bytes_per_row))
         try:
-            for batch in file.iter_batches(max(1, min(CHUNK_ROWS, CHUNK_BYTES // bytes_a_row)), row_groups=[group]):
+            for batch in file.iter_batches(batch_rows, row_groups=[group]):
                 first, row = row, row + len(batch)
                 if first < start.offset:
                     continue
                 end = Position(start.file, row, row + 1)
-                table = pa.Table.from_batches([batch])
-                yield Chunk("arrow", path, first + 1, _arrow_bytes(table), len(batch), end, size * row // total)
+                payload = _arrow_bytes(pa.Table.from_batches([batch]))
+                yield Chunk("arrow", path, first + 1, payload, len(batch), end, file_size * row // total_rows)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: damaged after row {row}: {_one_line(error)}") from None
 
@@ -337,13 +340,13 @@ def _is_datasets_folder(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _datasets_folder(path: Path) -> Path:
+def _datasets_split(path: Path) -> Path:
     if (path / "state.json").is_file():
         return path
     splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
     if "train" in splits:
         return path / "train"
-    raise UsageError(f"{path} has no split named train", f"name one: {', '.join(str(path / s) for s in splits)}")
+    raise UsageError(f"{path} has no split named train", f"use one of {', '.join(str(path / s) for s in splits)}")
 
 
 def _datasets_chunks(path: Path, start: Position) -> Iterator[Chunk]:
@@ -351,14 +354,14 @@ def _datasets_chunks(path: Path, start: Position) -> Iterator[Chunk]:
         import datasets
     except ImportError:
         raise UsageError(
-            f"{path} is a Hugging Face datasets folder, which takes the package datasets",
+            f"{path} is a Hugging Face datasets folder, which needs the package datasets",
             "pip install 'torchstone[datasets]'",
         ) from None
     try:
         table = datasets.load_from_disk(str(path)).with_format("arrow")
     except Exception as error:
-        # The library meets damaged files with whatever they make it stumble over.
-        raise DataError(f"{path}: not a folder that datasets can read: {_one_line(error)}") from None
+        # The library raises all kinds of errors for damaged files.
+        raise DataError(f"{path}: not a readable datasets folder: {_one_line(error)}") from None
     size = size_on_disk(path)
     for first in range(start.offset, len(table), CHUNK_ROWS):
         part = table[first : first + CHUNK_ROWS]
@@ -376,25 +379,23 @@ def _arrow_bytes(table: Any) -> bytes:
 
 
 def _arrow_rows(chunk: Chunk) -> Iterator[Row]:
-    """A column that a row does not have is null there, and so is left out, as it would be in JSON."""
+    """Nulls are left out: Arrow has them where a JSON row would not have the key."""
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.payload).read_all()
-    known = [name for name in table.column_names if name in COLUMNS]
-    # Where nothing is known, the names are all there is to say.
-    values = table.select(known).to_pylist() if known else [dict.fromkeys(table.column_names, "…")] * len(table)
-    for number, value in enumerate(values, start=chunk.first_line):
-        yield Row(chunk.path, number, _without_nulls(value))
+    columns = [name for name in table.column_names if name in COLUMNS]
+    # Without a known column, the error message still shows the names.
+    values = table.select(columns).to_pylist() if columns else [dict.fromkeys(table.column_names, "…")] * len(table)
+    for line, value in enumerate(values, start=chunk.first_line):
+        yield Row(chunk.path, line, _drop_nulls(value))
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return (
-        [_without_nulls(inner) for inner in value]
-        if isinstance(value, list) and value and not isinstance(value[0], int)
-        else value
-    )
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return [_drop_nulls(inner) for inner in value]
+    return value
 
 
 def _one_line(error: Exception) -> str:

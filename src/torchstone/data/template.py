@@ -1,10 +1,10 @@
-"""Conversations to text, and which of its characters are trained.
+"""Renders conversations with a chat template, and finds the characters to train on.
 
-A template is the tokenizer's own, a file, or one of those in templates/; it is somebody's program, so it runs in
-jinja2's sandbox and against the clock. The loss mask comes from rendering prefixes: what a conversation up to an
-assistant turn plus the generation prompt renders to is what the model will see when it is asked, and the rest up to
-that turn's end is what it must answer. That needs no help from the template, only that a longer conversation begins
-with the text of the shorter one; where it does not, the mask would be a guess, and is refused.
+A template is the tokenizer's own, a file, or one of those in templates/. It is third-party code, so it runs in jinja2's
+sandbox with a time limit. The loss mask comes from rendering prefixes: the conversation before an assistant
+turn plus the generation prompt is what the model will read, and the rest up to the end of that turn is what it must
+write. This needs no help from the template, only that a longer conversation starts with the text of the shorter one.
+Where it does not, the mask would be a guess, and the row is refused.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torchstone.data.formats import Message
 from torchstone.errors import DataError, UsageError
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Some templates write today's date. Here it stands still: the same rows are the same tokens tomorrow.
-DATE = datetime(2025, 1, 1)
-# Rendering one conversation takes a fraction of a millisecond; what takes seconds will never end.
-SECONDS = 5.0
-LARGEST = 10_000_000
+# Some templates write today's date. Here it is fixed, so that the same rows give the same tokens tomorrow.
+FIXED_DATE = datetime(2025, 1, 1)
+# Rendering a conversation takes a fraction of a millisecond; one that takes seconds will never end.
+TIME_LIMIT = 5.0
+MAX_PRODUCT = 10_000_000
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox, and no way to fill the memory by multiplying."""
+    """jinja2's sandbox, which also refuses products that would fill the memory."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -45,16 +45,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**":
             size = abs(right) * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
         else:
-            times = [value for value in (left, right) if isinstance(value, int)]
-            many = [len(value) for value in (left, right) if isinstance(value, Sequence)]
-            size = times[0] * many[0] if times and many else 0
-        if size > LARGEST:
-            raise jinja2.TemplateError(f"{operator} would make something of {size} parts")
+            factors = [value for value in (left, right) if isinstance(value, int)]
+            lengths = [len(value) for value in (left, right) if isinstance(value, Sequence)]
+            size = factors[0] * lengths[0] if factors and lengths else 0
+        if size > MAX_PRODUCT:
+            raise jinja2.TemplateError(f"{operator} would create a value of size {size}")
         return super().call_binop(context, operator, left, right)
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words in some templates; here it only passes its contents on."""
+    """Accepts the `{% generation %}` tag of some templates; it only passes its contents on."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -65,21 +65,20 @@ class GenerationTag(Extension):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a conversation and its trained spans, [start, end) in characters."""
+    """The text of a conversation and the spans to train on, [start, end) in characters."""
 
     text: str
     trained: list[tuple[int, int]]
 
 
 class NotPrefixStable(DataError):
-    """`longer` should begin with `shorter`, and does not."""
+    """`longer` does not start with `shorter`."""
 
-    def __init__(self, number: int, shorter: str, longer: str, prompt: bool = False) -> None:
-        what = f"what stands before message {number}" if prompt else f"message {number}"
-        after = "that message" if prompt else "more"
+    def __init__(self, index: int, shorter: str, longer: str, is_prompt: bool = False) -> None:
+        text = f"the prompt before message {index}" if is_prompt else f"message {index}"
+        after = "that message" if is_prompt else "another message"
         super().__init__(
-            f"the chat template renders {what} differently once {after} follows, so what is trained cannot be told "
-            "from what is read"
+            f"the chat template renders {text} differently if {after} follows, so the loss mask cannot be determined"
         )
         self.shorter, self.longer = shorter, longer
 
@@ -90,57 +89,56 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = DATE.strftime
+        environment.globals["strftime_now"] = FIXED_DATE.strftime
         environment.filters["tojson"] = _to_json
         self.source = source
         self.special_tokens = special_tokens
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise UsageError(f"the chat template is not valid: {error}") from None
+            raise UsageError(f"the chat template is invalid: {error}") from None
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
-        with _time_limit(SECONDS):
+        with _time_limit(TIME_LIMIT):
             return self._render(messages, tools)
 
     def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
-        """What the model reads before it answers."""
-        with _time_limit(SECONDS):
+        """What the model reads before it answers: the messages and the generation prompt."""
+        with _time_limit(TIME_LIMIT):
             return self._render(messages, tools, add_generation_prompt=True)
 
     def conversation(
         self, messages: Sequence[Message], trained: Sequence[int] | None = None, tools: list[Any] | None = None
     ) -> Rendered:
-        """The conversation with the messages `trained` (by default the assistant's) and the ends of their turns."""
+        """Renders a conversation to train on the messages `trained` (by default the assistant's) and their ends."""
         if trained is None:
-            trained = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        with _time_limit(SECONDS):
+            trained = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        with _time_limit(TIME_LIMIT):
             text = self._render(messages, tools)
-            return Rendered(text, [self._span(messages, number, tools, text) for number in trained])
+            return Rendered(text, [self._span(messages, index, tools, text) for index in trained])
 
-    def everything(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, but_system: bool = False
+    def all_trained(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, except_system: bool = False
     ) -> Rendered:
-        """The conversation, all of it trained, or all that comes after a system message."""
-        with _time_limit(SECONDS):
+        """Renders a conversation to train on all of it, or on everything after the system message."""
+        with _time_limit(TIME_LIMIT):
             text = self._render(messages, tools)
             start = 0
-            if but_system and messages[0]["role"] == "system" and len(messages) > 1:
-                before = self._render(messages[:1], tools)
-                start = len(_beginning(0, before, text))
+            if except_system and messages[0]["role"] == "system" and len(messages) > 1:
+                start = len(_check_prefix(0, self._render(messages[:1], tools), text))
             return Rendered(text, [(start, len(text))])
 
-    def _span(self, messages: Sequence[Message], number: int, tools: list[Any] | None, text: str) -> tuple[int, int]:
-        """Where message `number` is in `text`: from the first character the model must write to the end of its turn."""
-        last = number + 1 == len(messages)
-        after = text if last else _beginning(number, self._render(messages[: number + 1], tools), text)
-        if messages[number]["role"] == "assistant":
-            before = self._render(messages[:number], tools, add_generation_prompt=True)
-            return len(_beginning(number, before, after, prompt=True)), len(after)
-        return self._header(messages[: number + 1], tools, after), len(after)
+    def _span(self, messages: Sequence[Message], index: int, tools: list[Any] | None, text: str) -> tuple[int, int]:
+        """The characters of a message in `text`: from the first one the model must write to the end of its turn."""
+        is_last = index + 1 == len(messages)
+        after = text if is_last else _check_prefix(index, self._render(messages[: index + 1], tools), text)
+        if messages[index]["role"] == "assistant":
+            before = self._render(messages[:index], tools, add_generation_prompt=True)
+            return len(_check_prefix(index, before, after, is_prompt=True)), len(after)
+        return self._header_length(messages[: index + 1], tools, after), len(after)
 
-    def _header(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> int:
-        """How much of `text` stays when the last message says something else: what the template puts before it."""
+    def _header_length(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> int:
+        """How many characters the template puts before the last message: those that do not depend on its content."""
         content = str(messages[-1].get("content") or "")
         other = "b" if content.lstrip()[:1] == "a" else "a"
         changed = self._render([*messages[:-1], {**messages[-1], "content": other}], tools)
@@ -155,12 +153,12 @@ class ChatTemplate:
         except TimeoutError:
             raise
         except Exception as error:
-            # A template is somebody else's program: whatever it raises is about the template or the conversation.
-            raise DataError(f"the chat template refused a conversation: {error}") from None
+            # Whatever a template raises is about the template or the conversation.
+            raise DataError(f"the chat template refuses this conversation: {error}") from None
 
 
-def named_template(name: str) -> str:
-    """The source of a template by its file or its name."""
+def load_template(name: str) -> str:
+    """The source of a template, by its file or the name of a built-in one."""
     if Path(name).is_file():
         try:
             return Path(name).read_text(encoding="utf-8")
@@ -170,35 +168,35 @@ def named_template(name: str) -> str:
     if name in built_in:
         return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     raise UsageError(
-        f"chat template {name!r} is neither a file nor a built-in template", f"there are {', '.join(built_in)}"
+        f"chat template {name!r} is neither a file nor a built-in template", f"built-in: {', '.join(built_in)}"
     )
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """An end to a template that has none. Signals reach the main thread only, so data is prepared there."""
+    """Stops a template that does not end. Signals reach the main thread only, so data is prepared there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Time that the process works, not the clock's: a machine that stalls makes no row bad.
-    previous = signal.signal(signal.SIGVTALRM, _out_of_time)
+    # CPU time, not wall time: a busy machine must not make a row bad.
+    previous = signal.signal(signal.SIGVTALRM, _raise_timeout)
     before = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     except TimeoutError:
-        raise DataError(f"the chat template did not end within {SECONDS:g} s on a conversation") from None
+        raise DataError(f"the chat template took more than {TIME_LIMIT:g} s for this conversation") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, *before)
         signal.signal(signal.SIGVTALRM, previous)
 
 
-def _out_of_time(number: int, frame: Any) -> None:
+def _raise_timeout(number: int, frame: Any) -> None:
     raise TimeoutError
 
 
-def _beginning(number: int, shorter: str, longer: str, prompt: bool = False) -> str:
+def _check_prefix(index: int, shorter: str, longer: str, is_prompt: bool = False) -> str:
     if not longer.startswith(shorter):
-        raise NotPrefixStable(number, shorter, longer, prompt)
+        raise NotPrefixStable(index, shorter, longer, is_prompt)
     return shorter
 
 
@@ -206,5 +204,5 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

@@ -1,7 +1,7 @@
-"""The whole way in a few minutes on a laptop: pretrain, fine-tune, evaluate on unseen words, export, ask.
+"""The demo: pretrain, fine-tune, evaluate on unseen words and export, in a few minutes on a laptop.
 
-Every stage is a command that can be typed by hand; the demo prints it before it runs it. `--quick` makes a few steps of
-each, enough to see that everything works here and too few to learn anything.
+Every stage is a command that can be typed by hand; the demo prints it first. `--quick` runs a few steps of each, enough
+to see that everything works and too few to learn anything.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from pathlib import Path
 from torchstone import api
 from torchstone.errors import TorchstoneError
 
-WANTED = 0.9
+TARGET = 0.9
 QUICK = {"training.max_steps": 8, "optim.warmup_steps": 2}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torchstone.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few steps only: checks that it runs, learns nothing")
-    parser.add_argument(
-        "--dir", type=Path, default=Path("runs/demo"), help="where everything goes (default: runs/demo)"
-    )
+    parser.add_argument("--quick", action="store_true", help="run only a few steps, too few to learn anything")
+    parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="output folder (default: runs/demo)")
     options = parser.parse_args()
     try:
         return run(options.dir, options.quick)
@@ -34,50 +32,52 @@ def main() -> int:
 
 
 def run(folder: Path, quick: bool) -> int:
-    began = time.monotonic()
+    started = time.monotonic()
     pretrained, chat, exported = folder / "pretrain", folder / "chat", folder / "hf"
-    shorter = QUICK if quick else {}
+    step_overrides = QUICK if quick else {}
     questions = 40 if quick else None
 
-    title(f"1. Pretrain on the built-in corpus\n$ torchstone train --preset demo --output-dir {pretrained}")
-    api.train(preset="demo", overrides={"output_dir": str(pretrained)} | shorter)
+    print_title(f"1. Pretrain on the built-in corpus\n$ torchstone train --preset demo --output-dir {pretrained}")
+    api.train(preset="demo", overrides={"output_dir": str(pretrained)} | step_overrides)
 
-    title(f"2. Before fine-tuning\n$ torchstone evaluate {pretrained} --data demo:heldout")
+    print_title(f"2. Before fine-tuning\n$ torchstone evaluate {pretrained} --data demo:heldout")
     before = api.evaluate(str(pretrained), "demo:heldout", questions)
-    say(f"exact match before: {before['exact_match']:.1%} of {before['questions']} questions about words never seen")
+    print_line(f"exact match before: {before['exact_match']:.1%} of {before['questions']} questions about unseen words")
 
-    title(
+    print_title(
         "3. Fine-tune on conversations\n"
         f"$ torchstone train --preset demo-chat --model.path {pretrained} --output-dir {chat}"
     )
-    api.train(preset="demo-chat", overrides={"model.path": str(pretrained), "output_dir": str(chat)} | shorter)
+    api.train(preset="demo-chat", overrides={"model.path": str(pretrained), "output_dir": str(chat)} | step_overrides)
 
-    title(f"4. After fine-tuning\n$ torchstone evaluate {chat} --data demo:heldout")
+    print_title(f"4. After fine-tuning\n$ torchstone evaluate {chat} --data demo:heldout")
     after = api.evaluate(str(chat), "demo:heldout", questions)
     for example in after["examples"]:
-        say(f"  {example['question']:<40} {example['answer']}")
+        print_line(f"  {example['question']:<40} {example['answer']}")
 
-    title(f"5. Export and prove it\n$ torchstone export {chat} {exported}")
+    print_title(f"5. Export and verify\n$ torchstone export {chat} {exported}")
     shutil.rmtree(exported, ignore_errors=True)
     result = api.export(str(chat), exported)
 
-    title("Done")
-    say(f"exact match before: {before['exact_match']:.1%}, after: {after['exact_match']:.1%} "
-        f"of {after['questions']} questions about words never seen")  # fmt: skip
-    say(f"Hugging Face folder: {exported} (Transformers' logits within {result['max_logit_difference']:.1e} of ours)")
-    say(f"talk to it: torchstone chat {exported}")
-    say(f"{time.monotonic() - began:.0f} seconds in all")
-    if quick or after["exact_match"] >= WANTED:
+    print_title("Done")
+    print_line(f"exact match before: {before['exact_match']:.1%}, after: {after['exact_match']:.1%} "
+        f"of {after['questions']} questions about unseen words")  # fmt: skip
+    print_line(
+        f"Hugging Face folder: {exported} (Transformers' logits within {result['max_logit_difference']:.1e} of ours)"
+    )
+    print_line(f"chat with it: torchstone chat {exported}")
+    print_line(f"{time.monotonic() - started:.0f} seconds")
+    if quick or after["exact_match"] >= TARGET:
         return 0
-    say(f"that is less than the {WANTED:.0%} the demo is made to reach: something is wrong")
+    print_line(f"expected at least {TARGET:.0%}: something is wrong")
     return 1
 
 
-def title(text: str) -> None:
-    say(f"\n{text}\n")
+def print_title(text: str) -> None:
+    print_line(f"\n{text}\n")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

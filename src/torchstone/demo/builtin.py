@@ -1,6 +1,6 @@
-"""What `demo:corpus`, `demo:chat`, `demo:heldout` and `demo:tokenizer` mean.
+"""The built-in data and tokenizer: `demo:corpus`, `demo:chat`, `demo:heldout` and `demo:tokenizer`.
 
-They are files, made on first use and kept with the data cache.
+They are files, generated on first use and kept with the token cache.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torchstone import atomic
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.errors import UsageError
 
-# Raised whenever the rows or the tokenizer below would come out otherwise.
+# Increased whenever the rows or the tokenizer change.
 VERSION = 1
-VOCABULARY = 512
+VOCAB_SIZE = 512
 PREFIX = "demo:"
 
 DATA: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
@@ -33,29 +33,29 @@ SPECIAL = ("<|endoftext|>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|a
 
 
 def data_file(name: str, cache_dir: Path) -> str:
-    """The file, folder or pattern that a data path means; only `demo:` names are made here."""
+    """The file of a `demo:` name; any other path is returned as it is."""
     if not name.startswith(PREFIX):
         return name
     kind = name.removeprefix(PREFIX)
     if kind not in DATA:
-        raise UsageError(f"no built-in data {name!r}", f"there are {', '.join(PREFIX + known for known in DATA)}")
-    path = _home(cache_dir) / f"{kind}.jsonl"
+        raise UsageError(f"unknown built-in data {name!r}", f"use {', '.join(PREFIX + known for known in DATA)}")
+    path = _demo_folder(cache_dir) / f"{kind}.jsonl"
     if not path.is_file():
-        with atomic.locked(path.with_name(f"{path.name}.lock")):
+        with atomic.file_lock(path.with_name(f"{path.name}.lock")):
             if not path.is_file():
                 atomic.write_text(path, "".join(json.dumps(row) + "\n" for row in DATA[kind]()))
     return str(path)
 
 
 def tokenizer_folder(name: str, cache_dir: Path) -> Path:
-    """The folder that a tokenizer's name means."""
+    """The folder of demo:tokenizer; any other path is returned as it is."""
     if not name.startswith(PREFIX):
         return Path(name)
     if name != f"{PREFIX}tokenizer":
-        raise UsageError(f"no built-in tokenizer {name!r}", f"there is {PREFIX}tokenizer")
-    folder = _home(cache_dir) / "tokenizer"
+        raise UsageError(f"unknown built-in tokenizer {name!r}", f"use {PREFIX}tokenizer")
+    folder = _demo_folder(cache_dir) / "tokenizer"
     if not folder.is_dir():
-        with atomic.locked(folder.with_name(f"{folder.name}.lock")):
+        with atomic.file_lock(folder.with_name(f"{folder.name}.lock")):
             if not folder.is_dir():
                 with atomic.new_folder(folder) as work:
                     make_tokenizer().save_pretrained(work)
@@ -63,7 +63,7 @@ def tokenizer_folder(name: str, cache_dir: Path) -> Path:
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE trained on the corpus. Capitals and digits stay single, so that letters can be counted."""
+    """A byte-level BPE trained on the corpus. Capitals and digits are single tokens, so that letters can be counted."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -76,7 +76,7 @@ def make_tokenizer() -> Any:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -94,5 +94,5 @@ def make_tokenizer() -> Any:
     )
 
 
-def _home(cache_dir: Path) -> Path:
+def _demo_folder(cache_dir: Path) -> Path:
     return cache_dir / f"demo-v{VERSION}"

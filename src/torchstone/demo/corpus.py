@@ -1,9 +1,9 @@
-"""A corpus and a chat task that need no download: made here, always the same, and learnable by a tiny model in minutes.
+"""A generated corpus and chat task, always the same, that a tiny model learns in minutes.
 
-The task is about letters (reverse, first, last, count) on words that nobody has written before. What a small model can
-learn in two minutes is a rule like that; facts and sums it cannot. A tenth of all words, chosen by a hash of the word,
-is held out: they appear neither in the corpus nor in the training questions, so a right answer about one is the rule
-at work and not memory. Words are in capitals, which the tokenizer keeps as single letters.
+The task is about the letters (reverse, first, last, count) of made-up words. A small model can learn such a rule in two
+minutes, but not facts or sums. A tenth of all words, chosen by a hash of the word, is held out of the corpus
+and the training questions, so a right answer about one of them shows the rule, not memory. Words are in capitals, which
+the tokenizer keeps as single letters.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ def make_word(rng: random.Random, held_out: bool = False) -> str:
 
 
 def is_held_out(word: str) -> bool:
-    """The same for a word and its reverse, since either is the answer to the other."""
+    """The same for a word and its reverse, because each is the answer to the other."""
     return hashlib.sha256(min(word, word[::-1]).encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
 def corpus_rows(count: int, seed: int = 1) -> Iterator[dict[str, Any]]:
-    """Short documents: a scene, a word somebody finds in it, and what can be said of that word."""
+    """Short documents: a scene, a word that a person finds in it, and statements about that word."""
     rng = random.Random(seed)
     for _ in range(count):
         yield {"text": _document(rng)}
 
 
 def chat_rows(count: int, seed: int = 2, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Questions about one word each, the four tasks in turn, every row another question."""
+    """Questions about one word each, the four tasks in turn, without duplicates."""
     rng = random.Random(seed)
-    asked: set[str] = set()
-    while len(asked) < count:
-        task = list(TASKS)[len(asked) % len(TASKS)]
+    questions: set[str] = set()
+    while len(questions) < count:
+        task = list(TASKS)[len(questions) % len(TASKS)]
         word = make_word(rng, held_out)
         question = rng.choice(QUESTIONS[task]).format(word=word)
-        if question not in asked:
-            asked.add(question)
+        if question not in questions:
+            questions.add(question)
             yield {
                 "messages": [
                     {"role": "user", "content": question},
@@ -101,7 +101,7 @@ STATEMENTS = (
 def _document(rng: random.Random) -> str:
     person, word = rng.choice(PEOPLE), make_word(rng)
     scene = f"{person} went to {rng.choice(PLACES)}. {rng.choice(WEATHER)} " if rng.random() < 0.5 else ""
-    found = f"{person} found {rng.choice(THINGS)} that said {word}. " if rng.random() < 0.5 else ""
+    discovery = f"{person} found {rng.choice(THINGS)} that said {word}. " if rng.random() < 0.5 else ""
     facts = {"word": word, "backwards": word[::-1], "first": word[0], "last": word[-1], "count": len(word)}
-    said = rng.sample(STATEMENTS, rng.randint(2, 4))
-    return scene + found + " ".join(statement.format(**facts) for statement in said)
+    statements = rng.sample(STATEMENTS, rng.randint(2, 4))
+    return scene + discovery + " ".join(statement.format(**facts) for statement in statements)

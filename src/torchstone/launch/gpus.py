@@ -1,9 +1,9 @@
-"""Which GPUs there are, how busy they are, and which of them to take.
+"""Which GPUs the machine has, how busy they are, and which of them to use.
 
-NVIDIA's management library answers without torch and without a CUDA context, which would take seconds and some hundred
-megabytes of every GPU looked at: asking costs a tenth of a second. It counts GPUs as nvidia-smi does, by their place
-on the bus, and so do we; CUDA by itself puts the fastest first, so whoever passes a number on has to pass the order on
-with it (`worker_environment`). A machine without the library or the driver has no GPUs.
+NVIDIA's management library answers in a tenth of a second, without torch and without a CUDA context, which costs
+seconds and hundreds of megabytes on every GPU. It numbers GPUs as nvidia-smi does, by their position on the bus. CUDA
+puts the fastest first, so `worker_environment` sets the order together with the number. A machine without the library
+or the driver has no GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchstone.errors import UsageError
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi numbers it; utilisation in percent, memory in bytes."""
+    """A GPU, with the number of nvidia-smi; utilisation in percent, memory in bytes."""
 
     number: int
     utilisation: int
@@ -29,15 +29,17 @@ class Gpu:
     uuid: str
 
 
-def found() -> list[Gpu]:
-    """The GPUs of this machine that CUDA_VISIBLE_DEVICES allows, in its order."""
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES allows, in its order."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Nothing is asked where nothing may be seen: a broken driver is no obstacle to training on the CPU.
-    return visible(of_machine(), allowed) if allowed is None or allowed.strip() not in ("", "-1") else []
+    if allowed is not None and allowed.strip() in ("", "-1"):
+        # Does not query the driver: a broken driver must not prevent training on the CPU.
+        return []
+    return filter_visible(list_gpus(), allowed)
 
 
-def of_machine() -> list[Gpu]:
-    """All GPUs, whatever the environment says."""
+def list_gpus() -> list[Gpu]:
+    """All GPUs of the machine."""
     import pynvml
 
     try:
@@ -45,59 +47,58 @@ def of_machine() -> list[Gpu]:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return []
     except pynvml.NVMLError as error:
-        raise _no_answer(error) from None
+        raise _driver_error(error) from None
     try:
-        return [_look_at(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
+        return [_read_gpu(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
-        raise _no_answer(error) from None
+        raise _driver_error(error) from None
     finally:
         pynvml.nvmlShutdown()
 
 
-def visible(devices: Sequence[Gpu], allowed: str | None) -> list[Gpu]:
-    """Those that a CUDA_VISIBLE_DEVICES of `allowed` leaves, by CUDA's rules.
+def filter_visible(gpus: Sequence[Gpu], allowed: str | None) -> list[Gpu]:
+    """The GPUs that are visible with CUDA_VISIBLE_DEVICES=`allowed`, by CUDA's rules.
 
-    An entry is a number or the beginning of one UUID; the first that names no GPU ends the list, and a GPU named twice
-    leaves none. Numbers are read as nvidia-smi counts, which is CUDA's order too where all GPUs are alike or
-    CUDA_DEVICE_ORDER is PCI_BUS_ID. Slices of a GPU (MIG) have neither number nor load of their own: refused.
+    An entry is a number or the beginning of exactly one UUID. The first entry that names no GPU ends the list; a GPU
+    that is named twice makes the list empty. Numbers are as in nvidia-smi; CUDA has the same if all GPUs are equal or
+    CUDA_DEVICE_ORDER is PCI_BUS_ID. MIG slices are refused: they have no number and no load of their own.
     """
     if allowed is None:
-        return list(devices)
-    left: list[Gpu] = []
+        return list(gpus)
+    visible: list[Gpu] = []
     for entry in allowed.split(","):
-        named = _named(entry.strip(), devices)
-        if named is None:
+        gpu = _find_gpu(entry.strip(), gpus)
+        if gpu is None:
             break
-        if named in left:
+        if gpu in visible:
             return []
-        left.append(named)
-    return left
+        visible.append(gpu)
+    return visible
 
 
-def choose(spec: str, devices: Sequence[Gpu]) -> list[Gpu]:
-    """The GPUs that `--gpus` asks for: `all`, numbers (`0,3`), or as many of the least loaded (`auto`, `auto:2`).
+def choose(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The GPUs that `--gpus` asks for: `all`, numbers (`0,3`), or the least loaded (`auto`, `auto:2`).
 
-    Load is utilisation, then memory used, then the number; the least loaded come sorted by number, others as given.
+    Load is utilisation, then memory in use, then the number. The least loaded GPUs are sorted by number.
     """
     spec = spec.strip()
-    if not devices:
+    if not gpus:
         raise UsageError(
             f"--gpus {spec}: there are no GPUs to use",
-            "nvidia-smi lists those of the machine, CUDA_VISIBLE_DEVICES may hide them; --nproc N trains on the CPU",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES; --nproc N trains on the CPU",
         )
     if spec == "all":
-        return list(devices)
+        return list(gpus)
     if spec == "auto" or spec.startswith("auto:"):
-        by_load = sorted(devices, key=lambda gpu: (gpu.utilisation, gpu.memory_used, gpu.number))
-        return sorted(by_load[: _how_many(spec, devices)], key=lambda gpu: gpu.number)
-    return _numbered(spec, devices)
+        by_load = sorted(gpus, key=lambda gpu: (gpu.utilisation, gpu.memory_used, gpu.number))
+        return sorted(by_load[: _auto_count(spec, gpus)], key=lambda gpu: gpu.number)
+    return _choose_numbers(spec, gpus)
 
 
 def worker_environment(gpu: Gpu) -> dict[str, str]:
-    """What makes one GPU the only one of a process, and names it in its lines.
+    """Variables that make this the only GPU of a process, and its number the label of the log lines.
 
-    The order goes with the number, whatever order the user has set: the number counts in this one, and a process that
-    sees one GPU has no other use for it.
+    CUDA_DEVICE_ORDER is overwritten, because the number is only right in the order of nvidia-smi.
     """
     return {
         "CUDA_VISIBLE_DEVICES": str(gpu.number),
@@ -106,72 +107,72 @@ def worker_environment(gpu: Gpu) -> dict[str, str]:
     }
 
 
-def listed(devices: Sequence[Gpu]) -> str:
-    """Their numbers, for a message: `GPU 0`, `GPUs 0, 1, 3`."""
-    numbers = ", ".join(str(number) for number in sorted(gpu.number for gpu in devices))
-    return f"GPUs {numbers}" if len(devices) > 1 else f"GPU {numbers}"
+def format_gpus(gpus: Sequence[Gpu]) -> str:
+    """For a message: `GPU 0`, `GPUs 0, 1, 3`."""
+    numbers = ", ".join(str(number) for number in sorted(gpu.number for gpu in gpus))
+    return f"GPUs {numbers}" if len(gpus) > 1 else f"GPU {numbers}"
 
 
-def _look_at(pynvml: Any, number: int) -> Gpu:
+def _read_gpu(pynvml: Any, number: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
     try:
         utilisation = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError_NotSupported:
-        # One that does not tell is taken for busy; where none tells, memory decides.
+        # A GPU of unknown load counts as busy. If all are unknown, memory decides.
         utilisation = 100
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         used, total = int(memory.used), int(memory.total)
     except pynvml.NVMLError_NotSupported:
-        # Some share the memory of the machine.
+        # Some GPUs share the memory of the machine.
         used, total = 0, 0
     return Gpu(number, utilisation, used, total, pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
 
 
-def _no_answer(error: Exception) -> UsageError:
+def _driver_error(error: Exception) -> UsageError:
     return UsageError(
         f"the NVIDIA driver does not answer: {error}",
-        "nvidia-smi should list the GPUs; CUDA_VISIBLE_DEVICES= (empty) trains without them",
+        "check that nvidia-smi lists the GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)",
     )
 
 
-def _named(entry: str, devices: Sequence[Gpu]) -> Gpu | None:
+def _find_gpu(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
     if entry.startswith("MIG-"):
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES names {entry}, a slice of a GPU, and slices cannot be chosen among",
-            "train on it in one process: pretrain_main.py, or torchstone train --system.device_id 0",
+            f"CUDA_VISIBLE_DEVICES names {entry}, a MIG slice, and only whole GPUs can be chosen",
+            "train on the slice in one process: pretrain_main.py, or torchstone train --system.device_id 0",
         )
     if entry.startswith("GPU-"):
-        matching = [gpu for gpu in devices if gpu.uuid.startswith(entry)]
+        matching = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
     else:
-        # As CUDA reads numbers: what follows the digits does not count.
+        # CUDA ignores what follows the digits.
         digits = re.match(r"[+-]?\d+", entry)
-        matching = [gpu for gpu in devices if digits and gpu.number == int(digits.group())]
+        matching = [gpu for gpu in gpus if digits and gpu.number == int(digits.group())]
     return matching[0] if len(matching) == 1 else None
 
 
-def _how_many(spec: str, devices: Sequence[Gpu]) -> int:
+def _auto_count(spec: str, gpus: Sequence[Gpu]) -> int:
     count = spec.removeprefix("auto").removeprefix(":") if spec != "auto" else "1"
     if not (count.isdecimal() and int(count) > 0):
-        raise UsageError(f"--gpus {spec}: {count!r} is not a number of GPUs", "auto takes one, auto:2 takes two")
-    if int(count) > len(devices):
+        raise UsageError(f"--gpus {spec}: {count!r} is not a number of GPUs", "use auto for one GPU, auto:2 for two")
+    if int(count) > len(gpus):
         raise UsageError(
-            f"--gpus {spec}: more than there are: {listed(devices)}", f"auto:{len(devices)} takes them all"
+            f"--gpus {spec}: there are only {len(gpus)}: {format_gpus(gpus)}", f"use auto:{len(gpus)} for all of them"
         )
     return int(count)
 
 
-def _numbered(spec: str, devices: Sequence[Gpu]) -> list[Gpu]:
-    by_number = {gpu.number: gpu for gpu in devices}
+def _choose_numbers(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+    by_number = {gpu.number: gpu for gpu in gpus}
     chosen: list[Gpu] = []
     for entry in spec.split(","):
         if not entry.strip().isdecimal():
-            raise UsageError(f"--gpus {spec}: {entry!r} is no GPU", "write all, auto, auto:2, or numbers as in 0,3")
+            raise UsageError(f"--gpus {spec}: {entry!r} is not a GPU", "use all, auto, auto:2, or numbers such as 0,3")
         gpu = by_number.get(int(entry))
         if gpu is None:
             raise UsageError(
-                f"--gpus {spec}: there is no GPU {int(entry)}, only {listed(devices)}",
-                "the numbers are those of nvidia-smi, without what CUDA_VISIBLE_DEVICES hides",
+                f"--gpus {spec}: there is no GPU {int(entry)}, only {format_gpus(gpus)}",
+                "the numbers are those of nvidia-smi, without the GPUs that CUDA_VISIBLE_DEVICES hides",
             )
         if gpu in chosen:
             raise UsageError(f"--gpus {spec}: GPU {gpu.number} is named twice")

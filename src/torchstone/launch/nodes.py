@@ -1,11 +1,11 @@
-"""What the environment says about this process: a rank that somebody has started, or a node whose ranks we start.
+"""Reads from the environment whether this process is one of the workers, or a node that starts workers.
 
-torchrun, and srun with a task per GPU, start a process per rank: it joins, under torchrun's variables. srun with a task
-per node, Kubeflow and SkyPilot start one per node: it becomes that node's launcher. Whatever else runs inside a SLURM
-job (the batch script, an salloc shell, the shell of `srun --pty`) is one machine like any other, however many nodes the
-job has; taking it for one of several would have it wait for processes that nobody starts.
+torchrun, and srun with one task per GPU, start one process per rank: it joins as a worker. srun with one task per node,
+Kubeflow and SkyPilot start one process per node: it becomes the launcher of that node. Any other process in a SLURM job
+(the batch script, a shell of salloc or of `srun --pty`) is a single machine, however many nodes the job has: otherwise
+it would wait for processes that never start.
 
-Only variables are read: no scontrol, no look-up of names. What cannot be told from them is asked for, as a flag.
+Only variables are read; scontrol is not run and no name is looked up. Flags supply what is missing.
 """
 
 from __future__ import annotations
@@ -17,273 +17,268 @@ from itertools import product
 
 from torchstone.errors import UsageError
 
-# What torchrun gives each of its workers, and a process group needs.
+# What torchrun sets for each worker, and a process group needs.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # torchrun's port for a rendezvous.
 PORT = 29400
-# Ports for SLURM jobs: above the services', below those that the kernel gives out (32768 on).
+# Ports for SLURM jobs: above those of services, below those that the kernel hands out (from 32768).
 SLURM_PORTS = range(20000, 30000)
-# From here on SLURM's step numbers are names: the batch script, an interactive step, what came in by ssh.
-SPECIAL_STEPS = 0xFFFFFFF0
+# SLURM's step numbers from here on have a special meaning: the batch script, an interactive step, a login by ssh.
+SPECIAL_SRUN_STEPS = 0xFFFFFFF0
 SHELLS = ("bash", "sh", "zsh", "tcsh", "csh", "fish", "ksh", "dash")
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, each with a launcher: from `low` to `high` of them.
+    """The machines of a run, from `min_nodes` to `max_nodes` of them, each with a launcher.
 
-    `rank` is this one's; `endpoint` (host:port) is where they meet, None where there is one node; `workers` counts the
-    processes here, if that was said; `job` tells runs that meet at one place apart; `said_by` is who said all this.
+    `rank` is the number of this machine, if it has one. `endpoint` (host:port) is their rendezvous, None for a single
+    node. `nproc` is the number of workers here, if the environment says so. `run_id` separates runs that use the same
+    endpoint.
     """
 
-    low: int = 1
-    high: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
     rank: int | None = None
     endpoint: str | None = None
-    workers: int | None = None
-    job: str = "torchstone"
-    said_by: str = ""
+    nproc: int | None = None
+    run_id: str = "torchstone"
 
 
 def worker_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """torchrun's variables for a process that was started as one rank of a job; None for any other.
+    """torchrun's variables for a process that was started as one rank of a job; None for any other process.
 
-    Those of torchrun are taken as they are, those of an srun task follow from SLURM's; MASTER_ADDR and MASTER_PORT may
-    be set beside the latter. Some of torchrun's without the others are an error.
+    If torchrun set them, they are returned unchanged. For a task of srun they are derived from SLURM's variables;
+    MASTER_ADDR and MASTER_PORT may be set in addition. An incomplete set of torchrun's variables is an error.
     """
-    there = [name for name in TORCHRUN if environment.get(name)]
-    if len(there) == len(TORCHRUN):
+    present = [name for name in TORCHRUN if environment.get(name)]
+    if len(present) == len(TORCHRUN):
         return {name: environment[name] for name in (*TORCHRUN, "LOCAL_WORLD_SIZE") if environment.get(name)}
-    step = _step(environment)
-    # A PyTorchJob gives its pods MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, the latter counting nodes.
+    step = _read_srun_task(environment)
+    # A PyTorchJob sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK for its pods; its RANK counts nodes.
     is_node = bool(environment.get("PET_NNODES"))
-    if there and not is_node and (step is None or not {"MASTER_ADDR", "MASTER_PORT"}.issuperset(there)):
-        missing = [name for name in TORCHRUN if name not in there]
+    if present and not is_node and (step is None or not {"MASTER_ADDR", "MASTER_PORT"}.issuperset(present)):
+        missing = [name for name in TORCHRUN if name not in present]
         raise UsageError(
-            f"the environment has {', '.join(there)} but not {', '.join(missing)}",
-            "a worker of torchrun has them all; to have the workers started here, unset the former",
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}",
+            f"torchrun sets all of them for a worker; to start workers here, type: unset {' '.join(present)}",
         )
-    if step is None or is_node or step.tasks <= step.nodes:
+    if step is None or is_node or step.num_tasks <= step.num_nodes:
         return None
     return {
         "RANK": str(step.rank),
-        "WORLD_SIZE": str(step.tasks),
+        "WORLD_SIZE": str(step.num_tasks),
         "LOCAL_RANK": str(step.local_rank),
-        "LOCAL_WORLD_SIZE": str(step.here),
+        "LOCAL_WORLD_SIZE": str(step.local_tasks),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or step.first_host,
         "MASTER_PORT": environment.get("MASTER_PORT") or str(step.port),
     }
 
 
-def nodes(
+def read_nodes(
     environment: Mapping[str, str], nnodes: str | None = None, node_rank: int | None = None, endpoint: str | None = None
 ) -> Nodes:
-    """The nodes as the flags say, and the environment where they say nothing: Kubeflow, else SLURM, else SkyPilot."""
-    found = _kubeflow(environment) or _slurm(environment) or _skypilot(environment) or Nodes()
+    """The nodes of the run, from the flags and, where these are missing, from Kubeflow, SLURM or SkyPilot."""
+    nodes = _kubeflow(environment) or _slurm(environment) or _skypilot(environment) or Nodes()
     if nnodes is not None:
-        found = _as_told(found, *_range(nnodes, "--nnodes"))
-    elif (node_rank is not None or endpoint is not None) and found.high == 1:
+        low, high = _parse_range(nnodes, "--nnodes")
+        rank = nodes.rank if nodes.rank is not None and nodes.rank < high else None
+        nodes = replace(nodes, min_nodes=low, max_nodes=high, rank=rank)
+    elif (node_rank is not None or endpoint is not None) and nodes.max_nodes == 1:
         flag = "--rdzv-endpoint" if node_rank is None else "--node-rank"
-        raise UsageError(f"{flag} is for several nodes, but there is one", "give --nnodes too, such as --nnodes 2")
+        raise UsageError(f"{flag} needs more than one node", "add --nnodes, for example --nnodes 2")
     if node_rank is not None:
-        if not 0 <= node_rank < found.high:
+        if not 0 <= node_rank < nodes.max_nodes:
             raise UsageError(
-                f"--node-rank {node_rank} is not one of {found.high} nodes", f"they are 0 to {found.high - 1}"
+                f"--node-rank {node_rank} is not one of {nodes.max_nodes} nodes",
+                f"use a number from 0 to {nodes.max_nodes - 1}",
             )
-        found = replace(found, rank=node_rank)
+        nodes = replace(nodes, rank=node_rank)
     if endpoint is not None:
-        found = replace(found, endpoint=_endpoint(endpoint, "--rdzv-endpoint"))
-    if found.high > 1 and found.endpoint is None:
+        nodes = replace(nodes, endpoint=_parse_endpoint(endpoint, "--rdzv-endpoint"))
+    if nodes.max_nodes > 1 and nodes.endpoint is None:
         raise UsageError(
-            f"{found.high} nodes need a place to meet",
-            "give each the same --rdzv-endpoint HOST:PORT, an address of the first node that the others reach",
+            f"{nodes.max_nodes} nodes need a rendezvous endpoint",
+            "give all of them the same --rdzv-endpoint HOST:PORT, an address of node 0 that the others can reach",
         )
-    return found if found.high > 1 else replace(found, endpoint=None)
+    return nodes if nodes.max_nodes > 1 else replace(nodes, endpoint=None)
 
 
-def idle_nodes(environment: Mapping[str, str]) -> str | None:
-    """A line about the nodes of a SLURM job that a process outside any step leaves idle; None where none are."""
+def idle_nodes_warning(environment: Mapping[str, str]) -> str | None:
+    """A warning if this process uses one node of a SLURM job with several; else None."""
     count = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES") or "1"
-    if _step(environment) is not None or not count.isdecimal() or int(count) < 2:
+    if _read_srun_task(environment) is not None or not count.isdecimal() or int(count) < 2:
         return None
-    return f"this SLURM job has {count} nodes, and only this one is used: srun --ntasks-per-node=1 uses them all"
+    return (
+        f"this SLURM job has {count} nodes, but only this one is used; start with srun --ntasks-per-node=1 to use all"
+    )
 
 
-def hosts(text: str) -> list[str]:
-    """The hosts of a SLURM list, in its order: `gpu[01-03,7],login` has five."""
-    found: list[str] = []
+def expand_hostlist(text: str) -> list[str]:
+    """The hosts of a SLURM hostlist, in its order: `gpu[01-03,7],login` has five."""
+    hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
         if not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part):
-            raise UsageError(f"{text!r} is not a list of hosts as SLURM writes them", "such as gpu[01-03,7],login")
-        # Every second piece stood in brackets.
-        pieces = re.split(r"\[([^\]]*)\]", part)
-        choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-        found += ["".join(choice) for choice in product(*choices)]
-    return found
+            raise UsageError(f"{text!r} is not a SLURM hostlist", "an example of one: gpu[01-03,7],login")
+        # Every second item was in brackets.
+        items = re.split(r"\[([^\]]*)\]", part)
+        choices = [_expand_range(item) if index % 2 else [item] for index, item in enumerate(items)]
+        hosts += ["".join(choice) for choice in product(*choices)]
+    return hosts
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A task of an srun step, as SLURM numbers it; `here` is the number of tasks on its node."""
+class _SrunTask:
+    """A task of an srun step. `local_tasks` counts the tasks on its node."""
 
     job: int
     number: int
     rank: int
-    tasks: int
+    num_tasks: int
     node: int
-    nodes: int
+    num_nodes: int
     local_rank: int
-    here: int
+    local_tasks: int
     first_host: str
 
     @property
     def port(self) -> int:
-        """The same for every task, and another for the steps and jobs that may run beside it."""
+        """The same port for every task, and different ports for steps and jobs that may run on the same machine."""
         return SLURM_PORTS[(self.job + 997 * self.number) % len(SLURM_PORTS)]
 
 
-def _step(environment: Mapping[str, str]) -> _Step | None:
+def _read_srun_task(environment: Mapping[str, str]) -> _SrunTask | None:
     """The srun task that this process is; None outside of one.
 
-    A batch script has SLURM_PROCID too, but no step; the step of an interactive salloc has a special number, which some
-    versions write as a negative one. The shell of `srun --pty bash` is a step of its own, and what runs in it is not
-    its task; SLURM_PTY_PORT alone does not tell, because the steps that are started from that shell inherit it.
+    A batch script has SLURM_PROCID too, but no step. The step of an interactive salloc has a special number, which some
+    versions write as a negative one. The shell of `srun --pty bash` is a step, but what runs in it is not a task of it.
+    SLURM_PTY_PORT alone is not enough: steps that are started from that shell inherit it.
     """
     number = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID") or ""
-    if not number.isdecimal() or int(number) >= SPECIAL_STEPS or not environment.get("SLURM_PROCID"):
+    if not number.isdecimal() or int(number) >= SPECIAL_SRUN_STEPS or not environment.get("SLURM_PROCID"):
         return None
     is_shell = environment.get("SLURM_JOB_NAME") in SHELLS and bool(environment.get("SLURM_PTY_PORT"))
     if is_shell and int(number) == 0:
         return None
-    node = _number(environment, "SLURM_NODEID", default=0)
-    return _Step(
-        job=_number(environment, "SLURM_JOB_ID", "SLURM_JOBID"),
+    node = _read_int(environment, "SLURM_NODEID", default=0)
+    hosts = _read_text(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return _SrunTask(
+        job=_read_int(environment, "SLURM_JOB_ID", "SLURM_JOBID"),
         number=int(number),
-        rank=_number(environment, "SLURM_PROCID"),
-        tasks=_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        rank=_read_int(environment, "SLURM_PROCID"),
+        num_tasks=_read_int(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
         node=node,
-        nodes=_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-        local_rank=_number(environment, "SLURM_LOCALID"),
-        here=_tasks_on(node, environment),
-        first_host=hosts(_text(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))[0],
+        num_nodes=_read_int(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+        local_rank=_read_int(environment, "SLURM_LOCALID"),
+        local_tasks=_count_tasks(node, environment),
+        first_host=expand_hostlist(hosts)[0],
     )
 
 
-def _tasks_on(node: int, environment: Mapping[str, str]) -> int:
-    """From `2(x3),1`: two tasks on each of three nodes, and one on the fourth."""
-    text = _text(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+def _count_tasks(node: int, environment: Mapping[str, str]) -> int:
+    """The tasks on a node. `2(x3),1` means: two on each of three nodes, and one on the fourth."""
+    text = _read_text(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        counts += [int(found[1])] * int(found[2] or 1) if found else []
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        counts += [int(match[1])] * int(match[2] or 1) if match else []
     if node >= len(counts):
-        raise UsageError(f"SLURM's tasks per node are {text!r}, which says nothing of node {node}")
+        raise UsageError(f"SLURM's tasks per node are {text!r}, which does not include node {node}")
     return counts[node]
 
 
 def _kubeflow(environment: Mapping[str, str]) -> Nodes | None:
-    """torchrun's flags as variables, which is how a PyTorchJob and a TrainJob tell a pod what it is."""
+    """PyTorchJob and TrainJob pass torchrun's flags as variables."""
     if not environment.get("PET_NNODES"):
         return None
-    low, high = _range(environment["PET_NNODES"], "PET_NNODES")
-    rank = _number(environment, "PET_NODE_RANK") if environment.get("PET_NODE_RANK") else None
+    low, high = _parse_range(environment["PET_NNODES"], "PET_NNODES")
+    rank = _read_int(environment, "PET_NODE_RANK") if environment.get("PET_NODE_RANK") else None
     if rank is not None and rank >= high:
         raise UsageError(f"PET_NODE_RANK is {rank}, but PET_NNODES is {environment['PET_NNODES']}")
-    workers = environment.get("PET_NPROC_PER_NODE", "auto")
-    where = environment.get("PET_RDZV_ENDPOINT") or environment.get("PET_MASTER_ADDR")
-    if where and not environment.get("PET_RDZV_ENDPOINT"):
-        where = _host_and_port(where, _number(environment, "PET_MASTER_PORT", default=PORT))
-    if high > 1 and not where:
-        raise UsageError(f"PET_NNODES is {high}, but neither PET_RDZV_ENDPOINT nor PET_MASTER_ADDR says where to meet")
+    nproc = environment.get("PET_NPROC_PER_NODE", "auto")
+    endpoint = environment.get("PET_RDZV_ENDPOINT") or environment.get("PET_MASTER_ADDR")
+    if endpoint and not environment.get("PET_RDZV_ENDPOINT"):
+        endpoint = _host_and_port(endpoint, _read_int(environment, "PET_MASTER_PORT", default=PORT))
+    if high > 1 and not endpoint:
+        raise UsageError(
+            f"PET_NNODES is {high}, but PET_RDZV_ENDPOINT and PET_MASTER_ADDR are not set", "set one of them"
+        )
     return Nodes(
         low,
         high,
         rank,
-        _endpoint(where, "PET_RDZV_ENDPOINT") if where else None,
-        _number(environment, "PET_NPROC_PER_NODE") if workers not in ("auto", "gpu", "cpu", "") else None,
-        environment.get("PET_RDZV_ID") or Nodes.job,
-        "Kubeflow",
+        _parse_endpoint(endpoint, "PET_RDZV_ENDPOINT") if endpoint else None,
+        _read_int(environment, "PET_NPROC_PER_NODE") if nproc not in ("auto", "gpu", "cpu", "") else None,
+        environment.get("PET_RDZV_ID") or Nodes.run_id,
     )
 
 
 def _slurm(environment: Mapping[str, str]) -> Nodes | None:
-    """A step with one task on each of several nodes. Of a single task SLURM says nothing that a machine would not."""
-    step = _step(environment)
-    if step is None or step.nodes == 1 or step.tasks != step.nodes:
+    """A step with one task on each of several nodes. A single task is like any other process."""
+    step = _read_srun_task(environment)
+    if step is None or step.num_nodes == 1 or step.num_tasks != step.num_nodes:
         return None
     host = environment.get("MASTER_ADDR") or step.first_host
-    port = _number(environment, "MASTER_PORT", default=step.port)
-    workers = _number(environment, "SLURM_GPUS_ON_NODE", default=0) or None
-    where = _host_and_port(host, port)
-    return Nodes(step.nodes, step.nodes, step.node, where, workers, f"slurm-{step.job}-{step.number}", "SLURM")
+    endpoint = _host_and_port(host, _read_int(environment, "MASTER_PORT", default=step.port))
+    nproc = _read_int(environment, "SLURM_GPUS_ON_NODE", default=0) or None
+    return Nodes(step.num_nodes, step.num_nodes, step.node, endpoint, nproc, f"slurm-{step.job}-{step.number}")
 
 
 def _skypilot(environment: Mapping[str, str]) -> Nodes | None:
     addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
     if not addresses or not environment.get("SKYPILOT_NODE_RANK"):
         return None
-    count = _number(environment, "SKYPILOT_NUM_NODES", default=len(addresses))
-    workers = _number(environment, "SKYPILOT_NUM_GPUS_PER_NODE", default=0) or None
-    rank, where = _number(environment, "SKYPILOT_NODE_RANK"), _host_and_port(addresses[0], PORT)
-    return Nodes(count, count, rank, where, workers, environment.get("SKYPILOT_TASK_ID") or Nodes.job, "SkyPilot")
+    count = _read_int(environment, "SKYPILOT_NUM_NODES", default=len(addresses))
+    nproc = _read_int(environment, "SKYPILOT_NUM_GPUS_PER_NODE", default=0) or None
+    rank, endpoint = _read_int(environment, "SKYPILOT_NODE_RANK"), _host_and_port(addresses[0], PORT)
+    return Nodes(count, count, rank, endpoint, nproc, environment.get("SKYPILOT_TASK_ID") or Nodes.run_id)
 
 
-def _as_told(found: Nodes, low: int, high: int) -> Nodes:
-    """The user's number of nodes, with what else the environment says. A rank that is out of its range says nothing."""
-    if not found.said_by or (low, high) == (found.low, found.high):
-        return replace(found, low=low, high=high, said_by="--nnodes")
-    said = f"--nnodes ({found.said_by} has {_written(found.low, found.high)})"
-    rank = found.rank if found.rank is not None and found.rank < high else None
-    return replace(found, low=low, high=high, rank=rank, said_by=said)
-
-
-def _range(text: str, name: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    if found is None:
-        raise UsageError(f"{name} {text} is not a number of nodes", "write 2, or 1:4 for one to four")
-    low, high = int(found[1]), int(found[2] or found[1])
-    if not 1 <= low <= high:
-        raise UsageError(f"{name} {text}: at least one node, and no more at least than at most")
+def _parse_range(text: str, name: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if match is None:
+        raise UsageError(f"{name} {text} is not a number of nodes", "use 2, or 1:4 for one to four")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if low < 1:
+        raise UsageError(f"{name} {text}: at least 1 node is needed")
+    if low > high:
+        raise UsageError(f"{name} {text}: min nodes ({low}) is larger than max nodes ({high})", f"use {high}:{low}")
     return low, high
 
 
-def _written(low: int, high: int) -> str:
-    return str(high) if low == high else f"{low}:{high}"
-
-
-def _endpoint(text: str, name: str) -> str:
-    """`host:port`, with torchrun's port where none is given; an IPv6 address stands in brackets."""
-    found = re.fullmatch(r"(\[[\w:.%]+\]|[^\s:/\[\]]+)(?::(\d+))?", text)
-    if found is None or not 0 < int(found[2] or PORT) < 65536:
-        raise UsageError(f"{name} {text} is not HOST:PORT", "such as node0:29400, or [fd00::1]:29400 for IPv6")
-    return f"{found[1]}:{found[2] or PORT}"
+def _parse_endpoint(text: str, name: str) -> str:
+    """`host:port`, by default with torchrun's port. An IPv6 address is in brackets."""
+    match = re.fullmatch(r"(\[[\w:.%]+\]|[^\s:/\[\]]+)(?::(\d+))?", text)
+    if match is None or not 0 < int(match[2] or PORT) < 65536:
+        raise UsageError(f"{name} {text} is not HOST:PORT", "examples: node0:29400, or [fd00::1]:29400 for IPv6")
+    return f"{match[1]}:{match[2] or PORT}"
 
 
 def _host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _numbers(text: str) -> list[str]:
-    """`01-03,7` as 01, 02, 03, 7: a range keeps its zeros."""
-    found: list[str] = []
+def _expand_range(text: str) -> list[str]:
+    """`01-03,7` becomes 01, 02, 03, 7."""
+    numbers: list[str] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
-def _text(environment: Mapping[str, str], *names: str) -> str:
-    found = next((environment[name] for name in names if environment.get(name)), None)
-    if found is None:
-        raise UsageError(f"this is a task of srun, but there is no {' or '.join(names)} in its environment")
-    return found
+def _read_text(environment: Mapping[str, str], *names: str) -> str:
+    value = next((environment[name] for name in names if environment.get(name)), None)
+    if value is None:
+        raise UsageError(f"this is a task of srun, but its environment has no {' or '.join(names)}")
+    return value
 
 
-def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
+def _read_int(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
     name = next((name for name in names if environment.get(name)), None)
     if name is None and default is not None:
         return default
-    text = _text(environment, *names)
+    text = _read_text(environment, *names)
     if not text.isdecimal():
         raise UsageError(f"the environment has {name}={text}, which is not a number")
     return int(text)

@@ -1,9 +1,8 @@
-"""How the workers of this machine end, whatever happens: together, in time, and with the reason said last.
+"""Watches the workers of this machine, and makes them end: together, in time, and with the reason printed last.
 
-Torch's agent tells which worker failed first to the second only, and by then the others have failed of it too: here a
-thread for each worker waits for its end, so the order is that in which they ended. After a failure nothing can be saved
-in a group that is broken, so the others have seconds; after a signal from outside they have the time to save. A worker
-that stands still is found by its pulse (post.py), and named with what it was doing.
+A thread waits for each worker, so the order in which workers exit is exact. After a failure the process group is broken
+and nothing can be saved, so the other workers get a few seconds. After a signal they get the time to save. A hanging
+worker is found by its heartbeat (heartbeat.py) and reported with the phase it was in.
 """
 
 from __future__ import annotations
@@ -19,74 +18,63 @@ from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 
-from torchstone import post
+from torchstone import heartbeat
+from torchstone.config.schema import SystemConfig
 from torchstone.errors import CheckpointError, DataError, StoppedBySignal, UsageError, WorkerError
-from torchstone.signals import STOP_SIGNALS
+from torchstone.heartbeat import Heartbeat, print_line
 
-HEEDED = (*STOP_SIGNALS, signal.SIGQUIT)
-SAVED = StoppedBySignal.exit_code
-LOST = WorkerError.exit_code
-# What would only fail again: the words, the data, the checkpoints are as they were.
-FOR_GOOD = (UsageError.exit_code, DataError.exit_code, CheckpointError.exit_code)
-# How often the same end at the same step is taken for bad luck.
-SAME_CRASHES = 3
-# Seconds: for the others to end after a failure, between two looks, between two looks at the pulses.
+# What asks a launch to stop. The workers get SIGINT as SIGINT, and all others as SIGTERM.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+EXIT_SAVED = StoppedBySignal.exit_code
+EXIT_LOST = WorkerError.exit_code
+# A restart does not help: the config, the data and the checkpoints stay as they are.
+NON_RETRYABLE = (UsageError.exit_code, DataError.exit_code, CheckpointError.exit_code)
+# After this many equal failures at the same step there is no further restart.
+MAX_EQUAL_FAILURES = 3
+# Seconds for the other workers to exit after a failure.
 FAILURE_GRACE = 3.0
-# Seconds after which a process that was killed is taken for one that cannot be.
-UNDEAD = 30.0
-LOOK = 0.1
-PULSE_LOOK = 0.5
-
-
-class Asked(Exception):
-    """A signal came while no worker ran: there is nobody to pass it on to."""
+# Seconds after SIGKILL until a process counts as impossible to kill.
+KILL_TIMEOUT = 30.0
+POLL_INTERVAL = 0.1
+HEARTBEAT_INTERVAL = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How the workers ended: the exit code to pass on, and what to say last."""
+class LaunchResult:
+    """How the workers ended: the exit code to pass on, the step they were at, and the last lines to print."""
 
-    code: int
+    exit_code: int
     step: int = 0
-    text: str | None = None
+    message: str | None = None
 
 
-class Workers:
-    """The processes of one launch on this machine, restarted or not.
+class Supervisor:
+    """The workers of one launch on this machine, over all restarts.
 
-    `folder` is where their pulses and last words are, `logs` where each writes, if they are workers that do; without a
-    `hang_timeout` nobody looks whether they move. They `are_all` of the run unless there are other nodes.
+    `folder` holds their heartbeats and errors. `logs` holds their logs; without it the workers are a program without
+    heartbeats.
     """
 
     def __init__(
-        self,
-        save_grace: float,
-        hang_timeout: float | None = None,
-        join_timeout: float = 0.0,
-        folder: Path | None = None,
-        logs: Path | None = None,
-        are_all: bool = True,
+        self, system: SystemConfig, folder: Path | None = None, logs: Path | None = None, has_other_nodes: bool = False
     ) -> None:
-        self.save_grace, self.hang_timeout, self.join_timeout = save_grace, hang_timeout, join_timeout
-        self.folder, self.logs, self.are_all = folder, logs, are_all
-        self.asked: list[signal.Signals] = []
-        self.crashes: list[tuple[int, int]] = []
-        # Where a signal finds no worker to pass it on to.
-        self.is_meeting = False
+        self.system, self.folder, self.logs, self.has_other_nodes = system, folder, logs, has_other_nodes
+        self.signals: list[signal.Signals] = []
+        self._failures: list[tuple[int, int]] = []
         self.watch({})
 
     def watch(self, processes: Mapping[int, Popen[bytes]]) -> None:
-        """Begins anew, with these processes by rank."""
+        """Watches these processes, by rank, in place of the previous ones."""
         self.processes = dict(processes)
-        # Ranks in the order in which they ended, those that had to be killed, and the one that stood still, and how.
-        self.failed: list[int] = []
-        self.overdue: list[int] = []
-        self.hung: tuple[int, str] | None = None
-        # How many had failed when the others were told to end.
-        self._before_end: int | None = None
-        self._before_signal: int | None = None
+        # Ranks in the order of their exits; ranks that had to be killed; the rank that hangs, and a description.
+        self._failed: list[int] = []
+        self._killed_ranks: list[int] = []
+        self._hang: tuple[int, str] | None = None
+        # How many had failed when the first signal arrived, and when the others were told to stop.
+        self._failed_before_signal: int | None = 0 if self.signals else None
+        self._failed_before_stop: int | None = None
         self._suspect: int | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._threads = [
             threading.Thread(target=self._wait, args=(rank, process), daemon=True)
             for rank, process in processes.items()
@@ -95,214 +83,188 @@ class Workers:
             thread.start()
 
     @contextmanager
-    def signals(self, last: bool = False) -> Iterator[None]:
-        """Notes the signals that ask to stop. What is ignored stays so (nohup); only a main thread may set handlers.
+    def handle_signals(self, exits_after: bool = False) -> Iterator[None]:
+        """Records stop signals in `signals`. Ignored signals stay ignored (nohup); only a main thread can set handlers.
 
-        If this is the `last` thing that the process does, they are ignored from then on: once one node has ended, srun
-        has the others get SIGTERM, and one that is just leaving with 75 would be said to have died of it.
+        On exit it restores the old handlers. If the process `exits_after` this, signals are ignored
+        instead: when one node has ended, srun sends the others SIGTERM, which must not replace their exit code.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def note(number: int, frame: FrameType | None) -> None:
-            if not self.asked:
-                self._before_signal = len(self.failed)
-            self.asked.append(signal.Signals(number))
-            if self.is_meeting:
-                raise Asked
+        def handle(number: int, frame: FrameType | None) -> None:
+            if not self.signals:
+                self._failed_before_signal = len(self._failed)
+            self.signals.append(signal.Signals(number))
 
-        heard = [number for number in HEEDED if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, note) for number in heard}
+        numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_IGN if last else handler)
+            for number, handler in previous.items():
+                signal.signal(number, signal.SIG_IGN if exits_after else handler)
 
-    @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """While the other nodes are waited for, a signal ends the waiting."""
-        self.is_meeting = True
-        try:
-            if self.asked:
-                raise Asked
-            yield
-        finally:
-            self.is_meeting = False
-
-    def ended(self) -> bool:
-        """Whether all have ended. Once one has failed or hangs, or a signal has come, sees to it that they do."""
-        if not self.failed and not self.asked:
-            self._look_at_pulses()
-        if self.asked or self.failed or self.hung:
-            self.end()
+    def poll(self) -> bool:
+        """Whether all workers have exited. After a failure, a hang or a signal it stops them first."""
+        if not self._failed and not self.signals:
+            self._check_heartbeats()
+        if self.signals or self._failed or self._hang:
+            self.stop()
         return not self._running()
 
-    def end(self) -> None:
-        """Returns when no worker runs: each is asked, has its time, and is killed."""
-        seen, hurried = 0, False
-        deadline = time.monotonic() + self.save_grace
-        self._before_end = len(self.failed) if self._before_end is None else self._before_end
-        if not self.asked:
+    def stop(self) -> None:
+        """Sends all workers a signal, waits, then sends SIGKILL. Returns when none is running."""
+        forwarded, is_grace_shortened = 0, False
+        deadline = time.monotonic() + self.system.save_grace
+        if self._failed_before_stop is None:
+            self._failed_before_stop = len(self._failed)
+        if not self.signals:
             self._send(self._running(), signal.SIGTERM)
         while running := self._running():
-            # More may come meanwhile.
-            for number in self.asked[seen:]:
-                # To a worker, a closed terminal is as good a reason to save as SIGTERM.
+            # More signals may arrive in the meantime.
+            for number in self.signals[forwarded:]:
                 self._send(running, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-                seen += 1
-            if not hurried and self._cannot_save():
-                deadline, hurried = min(deadline, time.monotonic() + FAILURE_GRACE), True
+                forwarded += 1
+            if not is_grace_shortened and not self._can_save():
+                deadline, is_grace_shortened = min(deadline, time.monotonic() + FAILURE_GRACE), True
             if time.monotonic() >= deadline:
-                self.overdue += [rank for rank in running if rank not in self.overdue]
+                self._killed_ranks += [rank for rank in running if rank not in self._killed_ranks]
                 self._send(running, signal.SIGKILL)
-            if time.monotonic() >= deadline + UNDEAD:
-                # In the kernel, waiting for a disk or a device that is gone. Nobody can end them, or wait for them.
+            if time.monotonic() >= deadline + KILL_TIMEOUT:
                 pids = ", ".join(str(self.processes[rank].pid) for rank in running)
-                say(f"error: processes {pids} cannot be killed: they wait for a disk or a device that does not answer")
-                os._exit(LOST)
-            time.sleep(LOOK / 5)
+                print_line(
+                    f"error: cannot kill processes {pids}: they wait for a disk or a device that does not answer"
+                )
+                os._exit(EXIT_LOST)
+            time.sleep(POLL_INTERVAL / 5)
 
-    def verdict(self) -> Verdict:
-        """Of workers that have all ended."""
-        if not self.failed:
-            return Verdict(0)
-        heard_first = all(self._code(rank) == SAVED for rank in self.failed[: self._before_signal])
-        if self.asked and heard_first and not self._has_trained():
-            name = self.asked[0].name
-            return Verdict(SAVED, 0, f"stopped by {name} before the first step: nothing new was to be saved")
-        if self.hung is not None:
-            rank, how = self.hung
-            return self._failure(LOST, rank, how)
-        rank = self._first()
-        code = self._code(rank)
-        if code == SAVED:
-            return Verdict(SAVED, self._step(rank), self._last_words(rank))
-        if rank in self.overdue:
-            return self._failure(LOST, rank, "did not end in time and was killed")
+    def result(self) -> LaunchResult:
+        """How the workers ended, once all have exited."""
+        if not self._failed:
+            return LaunchResult(0)
+        all_saved = all(self._exit_code(rank) == EXIT_SAVED for rank in self._failed[: self._failed_before_signal])
+        if self.signals and all_saved and not self._has_trained():
+            name = self.signals[0].name
+            return LaunchResult(EXIT_SAVED, 0, f"stopped by {name} before the first step: there is nothing new to save")
+        if self._hang is not None:
+            return self._failure(EXIT_LOST, *self._hang)
+        rank = self._first_cause()
+        code, error = self._exit_code(rank), self._error(rank)
+        if code == EXIT_SAVED:
+            return LaunchResult(EXIT_SAVED, self._step(rank), error)
+        if rank in self._killed_ranks:
+            return self._failure(EXIT_LOST, rank, "did not end in time and was killed")
         if code < 0:
-            return self._failure(LOST, rank, f"was killed by {_signal_name(-code)}")
-        return self._failure(code, rank, self._last_words(rank) or f"ended with exit code {code}")
+            return self._failure(EXIT_LOST, rank, f"was killed by {_signal_name(-code)}")
+        return self._failure(code, rank, error or f"ended with exit code {code}")
 
-    def may_restart(self, verdict: Verdict) -> bool:
-        """Whether another start could end otherwise: not after a signal, not after what fails for good, and not when
-        the same has happened too often at the same step."""
-        if self.asked or verdict.code in (0, SAVED):
+    def may_restart(self, result: LaunchResult) -> bool:
+        """Whether a restart could end differently. Prints the reason if not."""
+        if self.signals or result.exit_code in (0, EXIT_SAVED):
             return False
-        if verdict.code in FOR_GOOD and verdict.step == 0:
-            say("not restarted: it would fail again in the same way")
+        if result.exit_code in NON_RETRYABLE and result.step == 0:
+            print_line("not restarted: it would fail again in the same way")
             return False
-        self.crashes.append((verdict.code, verdict.step))
-        if self.crashes[-SAME_CRASHES:] == [self.crashes[-1]] * SAME_CRASHES:
-            say(f"not restarted: it has failed {SAME_CRASHES} times in the same way at step {verdict.step}")
+        self._failures.append((result.exit_code, result.step))
+        if self._failures[-MAX_EQUAL_FAILURES:] == [self._failures[-1]] * MAX_EQUAL_FAILURES:
+            print_line(f"not restarted: it failed {MAX_EQUAL_FAILURES} times in the same way at step {result.step}")
             return False
         return True
 
-    def _first(self) -> int:
-        """The worker whose end explains the others'. One that says it has lost contact may have ended before the one
-        that it lost."""
-        if self.overdue and self._code(self.failed[0]) == SAVED:
-            # The first says that it saved; but what the killed one had to write is not there.
-            return self.overdue[0]
-        if self._code(self.failed[0]) != LOST:
-            return self.failed[0]
-        # Killed by a signal counts if it was not by ours.
+    def _first_cause(self) -> int:
+        """The rank whose failure explains the others. A rank that lost contact may exit before the rank that failed."""
+        if self._killed_ranks and self._exit_code(self._failed[0]) == EXIT_SAVED:
+            # The first rank has saved its shards, but those of the killed rank are missing.
+            return self._killed_ranks[0]
+        if self._exit_code(self._failed[0]) != EXIT_LOST:
+            return self._failed[0]
+        # A rank that died of a signal counts only if the signal was not ours.
         ours = (-signal.SIGTERM, -signal.SIGKILL)
-        killed = {rank for rank in self.failed[self._before_end :] if self._code(rank) in ours}
-        causes = [rank for rank in self.failed if self._code(rank) not in (SAVED, LOST) and rank not in killed]
-        return causes[0] if causes else self.failed[0]
+        stopped = {rank for rank in self._failed[self._failed_before_stop :] if self._exit_code(rank) in ours}
+        causes = [r for r in self._failed if self._exit_code(r) not in (EXIT_SAVED, EXIT_LOST) and r not in stopped]
+        return causes[0] if causes else self._failed[0]
 
-    def _failure(self, code: int, rank: int, how: str) -> Verdict:
-        pulse = self._pulse(rank)
-        when = f", while {pulse.phase}" if pulse is not None else ""
-        text = f"error: rank {rank} failed first{when}: {how}"
+    def _failure(self, code: int, rank: int, description: str) -> LaunchResult:
+        beat = self._heartbeat(rank)
+        phase = f", while {beat.phase}" if beat is not None else ""
+        message = f"error: rank {rank} failed first{phase}: {description}"
         if self.logs is not None:
-            text += f"\n  its log: {post.log_file(self.logs, rank)}"
-        return Verdict(code, self._step(rank), text)
+            message += f"\n  its log: {heartbeat.log_file(self.logs, rank)}"
+        return LaunchResult(code, self._step(rank), message)
 
-    def _look_at_pulses(self) -> None:
-        if self.hang_timeout is None or time.monotonic() < self._next_look:
+    def _check_heartbeats(self) -> None:
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + PULSE_LOOK
-        pulses = {rank: pulse for rank in self._running() if (pulse := self._pulse(rank)) is not None}
-        now = time.monotonic()
-        silent = min(pulses, key=lambda rank: pulses[rank].lived, default=None)
-        if silent is None:
-            return
-        # Those that wait for a rank that has stopped have not moved either, but they live, and most say that they wait.
-        slowest = min(pulses, key=lambda rank: (pulses[rank].waits, pulses[rank].moved))
-        # What is done before the first step, such as reading a large model, has its own time.
-        patience = self.hang_timeout if pulses[slowest].step else max(self.hang_timeout, self.join_timeout)
-        found = None
-        if now - pulses[silent].lived > self.hang_timeout:
-            found = (silent, f"gave no sign of life for {now - pulses[silent].lived:.0f} s (stopped, or starved)")
-        elif now - pulses[slowest].moved > patience:
-            others = "" if self.are_all else ", a node or a network"
-            found = (
-                slowest,
-                f"has not moved on for {now - pulses[slowest].moved:.0f} s, though it lives: it hangs, or waits for a "
-                f"rank{others} that does; the stacks are in the logs",
-            )
-        # Seen twice: a run is not ended for one look at a machine that was asleep.
-        if found is not None and self._suspect == found[0]:
-            self._hang(*found)
-        self._suspect = None if found is None else found[0]
+        self._next_check = time.monotonic() + HEARTBEAT_INTERVAL
+        beats = {rank: beat for rank in self._running() if (beat := self._heartbeat(rank)) is not None}
+        hang = self._find_hang(beats, time.monotonic()) if beats else None
+        # Twice in a row: one check may come right after the machine was suspended.
+        if hang is not None and self._suspect == hang[0]:
+            self._hang = hang
+            self._send(self._running(), heartbeat.STACK_SIGNAL)
+            # Time to write the stacks.
+            time.sleep(HEARTBEAT_INTERVAL)
+        self._suspect = None if hang is None else hang[0]
 
-    def _hang(self, rank: int, how: str) -> None:
-        self.hung = (rank, how)
-        # The stacks go to the logs, from all that can still answer.
-        self._send(self._running(), post.STACK_SIGNAL)
-        time.sleep(PULSE_LOOK)
+    def _find_hang(self, beats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
+        """The rank that hangs, and a description."""
+        rank = min(beats, key=lambda rank: beats[rank].alive_at)
+        silence = now - beats[rank].alive_at
+        if silence > self.system.hang_timeout:
+            return rank, f"sent no heartbeat for {silence:.0f} s (it is stopped, or gets no CPU time)"
+        # Ranks that wait for the one that hangs make no progress either, but most of them report that they wait.
+        rank = min(beats, key=lambda rank: (beats[rank].is_waiting, beats[rank].progress_at))
+        silence = now - beats[rank].progress_at
+        # Before the first step a rank may read a large model.
+        limit = self.system.hang_timeout
+        limit = limit if beats[rank].step else max(limit, self.system.join_timeout)
+        if silence > limit:
+            others = "rank, node or network" if self.has_other_nodes else "rank"
+            text = f"made no progress for {silence:.0f} s: it hangs, or waits for a {others} that hangs"
+            return rank, f"{text}; the stacks of all ranks are in their logs"
+        return None
 
-    def _cannot_save(self) -> bool:
-        """Whether there is nothing to wait for: somebody is impatient, nothing was trained, or the group is broken."""
-        broken = any(self._code(rank) != SAVED for rank in self.failed)
-        impatient = self.asked.count(signal.SIGINT) > 1
-        return broken or impatient or self.hung is not None or (bool(self.asked) and not self._has_trained())
+    def _can_save(self) -> bool:
+        """Whether workers get time to save: none has failed, a step has begun, and Ctrl-C was not pressed twice."""
+        is_broken = self._hang is not None or any(self._exit_code(rank) != EXIT_SAVED for rank in self._failed)
+        is_impatient = self.signals.count(signal.SIGINT) > 1
+        return not is_broken and not is_impatient and (not self.signals or self._has_trained())
 
     def _has_trained(self) -> bool:
-        """Whether a step was begun; without pulses nobody knows, and it may have been."""
-        return any((pulse := self._pulse(rank)) is None or pulse.step > 0 for rank in self.processes)
+        """Whether a step has begun. True without heartbeats, because it may have."""
+        return any((beat := self._heartbeat(rank)) is None or beat.step > 0 for rank in self.processes)
 
-    def _pulse(self, rank: int) -> post.Pulse | None:
-        """Of workers that know of their post: other commands have no logs of ours."""
-        return None if self.folder is None or self.logs is None else post.read_pulse(self.folder, rank)
+    def _heartbeat(self, rank: int) -> Heartbeat | None:
+        return None if self.folder is None or self.logs is None else heartbeat.read_heartbeat(self.folder, rank)
 
     def _step(self, rank: int) -> int:
-        pulse = self._pulse(rank)
-        return 0 if pulse is None else pulse.step
+        beat = self._heartbeat(rank)
+        return 0 if beat is None else beat.step
 
-    def _last_words(self, rank: int) -> str | None:
-        return None if self.folder is None else post.read_error(error_file(self.folder, rank))
+    def _error(self, rank: int) -> str | None:
+        return None if self.folder is None else heartbeat.read_error(self.folder, rank)
 
     def _wait(self, rank: int, process: Popen[bytes]) -> None:
         if process.wait() != 0:
-            self.failed.append(rank)
-            # A worker leads a group of its own: what it started goes with it.
+            self._failed.append(rank)
+            # A worker leads a process group: what it started ends with it.
             self._send([rank], signal.SIGKILL)
 
     def _send(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for rank in ranks:
-            # macOS says that it is not permitted where there is nobody left.
+            # macOS reports a missing permission if no process is left.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.processes[rank].pid, number)
 
     def _running(self) -> list[int]:
         return [rank for rank, thread in zip(self.processes, self._threads, strict=True) if thread.is_alive()]
 
-    def _code(self, rank: int) -> int:
+    def _exit_code(self, rank: int) -> int:
         code = self.processes[rank].returncode
-        assert code is not None, f"worker {rank} has not ended"
+        assert code is not None, f"worker {rank} is still running"
         return code
-
-
-def say(text: str) -> None:
-    post.tell(text)
-
-
-def error_file(folder: Path, rank: int) -> Path:
-    return folder / f"error-{rank}.json"
 
 
 def _signal_name(number: int) -> str:

@@ -1,27 +1,30 @@
-"""Attention: who sees whom, and by which kernel.
+"""Attention: which keys a query may see, and the kernel that computes it.
 
-A token sees itself and what came before it in its own document, at most `window` tokens of it where its layer has a
-window. Five ways compute that, and give the same numbers:
+A token attends to itself and to earlier tokens of its own document, at most `window` of them where its layer has a
+sliding window. All backends give the same result:
 
-| backend | documents are kept apart by | where |
+| backend | how documents are separated | where it runs |
 |---|---|---|
-| eager | a [T, T] mask, plain matrix products | anywhere; keeps every score |
-| sdpa | nothing where a row is one document, else a [T, T] mask | anywhere, no soft cap; fast where there is no mask |
-| flash | lengths: torch's variable-length kernel never looks across a border | CUDA, bf16 or fp16, no soft cap |
-| flash-attn, fa3 | the same, by the flash-attn packages | where they are installed; soft caps too |
-| flex | a mask of blocks, compiled | CUDA; soft caps too |
+| eager | [T, T] mask, plain matrix products | anywhere; materializes all scores |
+| sdpa | no mask if a row is one document, otherwise a [T, T] mask | anywhere; no soft cap |
+| flash | cu_seqlens: torch's variable-length kernel | CUDA, bf16 or fp16; no soft cap |
+| flash-attn, fa3 | cu_seqlens: the flash-attn packages | where installed; soft caps too |
+| flex | block mask, compiled | CUDA; soft caps too |
 
-What a backend needs to know of a batch is worked out once for all layers, outside of what is compiled (`sights`).
+`build_masks` computes what a backend needs to know about a batch, once for all layers and outside of compiled code.
+
+Shapes: B rows, T queries, S keys, H query heads, K key/value heads, E head_dim.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -31,191 +34,204 @@ from torch.nn.attention.varlen import varlen_attn
 from torchstone.errors import UsageError
 
 Backend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3"]
-# The document that padding is.
-PADDING = -1
-VARIABLE_LENGTH = ("flash", "flash-attn", "fa3")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+# The doc_id of padding.
+PADDING_DOC_ID = -1
+VARLEN_BACKENDS = ("flash", "flash-attn", "fa3")
+BACKEND_PACKAGES = {"flash-attn": "flash_attn", "fa3": "flash_attn_interface"}
 # From torch 2.12 on.
-VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-KERNELS: dict[str, Callable[..., Tensor]] = {}
-PACKAGES = {"flash-attn": "flash_attn", "fa3": "flash_attn_interface"}
+VARLEN_SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+# (q_BHTE, k_BKSE, v_BKSE, mask, spec) -> out_BHTE.
+Kernel = Callable[[Tensor, Tensor, Tensor, "AttentionMask", "AttentionSpec"], Tensor]
 
 
 @dataclass(frozen=True)
-class Lens:
-    """What one layer's attention is, whatever the batch."""
+class AttentionSpec:
+    """What one layer's attention computes, independent of the batch."""
 
     backend: Backend
     scale: float
     window: int | None = None
     softcap: float | None = None
+    # Computes the attention of a batch with cu_seqlens or a block mask; None for sdpa and eager.
+    kernel: Kernel | None = field(default=None, compare=False)
 
 
-class Sight(NamedTuple):
-    """Who sees whom in one batch, in the form that the backend wants; all empty where plain causality says it all."""
+class AttentionMask(NamedTuple):
+    """Which keys each query sees in one batch, in the form its backend needs. If nothing is set: plain causal."""
 
-    mask: Tensor | None = None
+    dense: Tensor | None = None
     """[B, 1, T, S], for sdpa and eager."""
-    borders: Tensor | None = None
-    """Where documents begin and end in the row of all rows, int32, for the variable-length kernels."""
-    longest: int = 0
-    """No document is longer."""
-    blocks: Any = None
-    """FlexAttention's mask."""
+    cu_seqlens: Tensor | None = None
+    """Cumulative document lengths over all rows, int32, for the variable-length kernels."""
+    max_seqlen: int = 0
+    """An upper bound on the length of a document."""
+    block_mask: Any = None
+    """FlexAttention's BlockMask."""
 
 
 class KeyValueCache:
-    """Keys, values and document ids of the tokens already read, for generation."""
+    """Keys, values and doc_ids of the tokens read so far, for generation."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.doc_ids: Tensor | None = None
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends to a layer's keys and values and returns all of them."""
         if layer in self.keys:
             keys, values = torch.cat((self.keys[layer], keys), dim=2), torch.cat((self.values[layer], values), dim=2)
         self.keys[layer], self.values[layer] = keys, values
         return keys, values
 
-    def seen_with(self, doc_ids_BT: Tensor) -> Tensor:
-        """Document ids of all keys once the new ones are there."""
+    def update_doc_ids(self, doc_ids_BT: Tensor) -> Tensor:
+        """Appends doc_ids and returns those of all keys."""
         self.doc_ids = doc_ids_BT if self.doc_ids is None else torch.cat((self.doc_ids, doc_ids_BT), dim=1)
         return self.doc_ids
 
 
-def sights(
-    lenses: set[tuple[Backend, int | None]], doc_ids_BT: Tensor | None, like_BT: Tensor, cache: KeyValueCache | None
-) -> dict[tuple[Backend, int | None], Sight]:
-    """What each kind of layer needs to know of a batch shaped like `like`. With a cache all is seen through a mask."""
-    if cache is not None:
+def build_masks(
+    kinds: set[tuple[Backend, int | None]],
+    doc_ids_BT: Tensor | None,
+    positions_BT: Tensor,
+    kv_cache: KeyValueCache | None,
+) -> dict[tuple[Backend, int | None], AttentionMask]:
+    """Returns a batch's mask for every kind of layer (backend, window). With a cache it is always a dense mask."""
+    if kv_cache is not None:
         if doc_ids_BT is None:
-            raise ValueError("a cache needs doc_ids: they tell padding from text")
-        keys_BS = cache.seen_with(doc_ids_BT)
-        return {lens: Sight(mask=visible(doc_ids_BT, keys_BS, lens[1])) for lens in lenses}
-    found = {}
-    for backend, window in lenses:
-        open_kernel(backend)
-        if backend in VARIABLE_LENGTH:
-            found[backend, window] = _borders(doc_ids_BT, like_BT)
+            raise ValueError("a cache needs doc_ids to tell padding from text")
+        key_docs_BS = kv_cache.update_doc_ids(doc_ids_BT)
+        return {kind: AttentionMask(dense=visibility_mask(doc_ids_BT, key_docs_BS, kind[1])) for kind in kinds}
+    masks = {}
+    for backend, window in kinds:
+        if backend in VARLEN_BACKENDS:
+            mask = _varlen_mask(doc_ids_BT, positions_BT)
         elif backend == "flex":
-            found[backend, window] = Sight(blocks=_flex_blocks(doc_ids_BT, like_BT, window))
-        elif doc_ids_BT is None and (window is None or window >= like_BT.shape[1]):
-            found[backend, window] = Sight()
+            mask = AttentionMask(block_mask=_flex_block_mask(doc_ids_BT, positions_BT, window))
+        elif doc_ids_BT is None and (window is None or window >= positions_BT.shape[1]):
+            mask = AttentionMask()
         else:
-            docs_BT = torch.zeros_like(like_BT) if doc_ids_BT is None else doc_ids_BT
-            found[backend, window] = Sight(mask=visible(docs_BT, docs_BT, window))
-    return found
+            docs_BT = torch.zeros_like(positions_BT) if doc_ids_BT is None else doc_ids_BT
+            mask = AttentionMask(dense=visibility_mask(docs_BT, docs_BT, window))
+        masks[backend, window] = mask
+    return masks
 
 
-def visible(queries_BT: Tensor, keys_BS: Tensor, window: int | None) -> Tensor:
-    """Which keys each query may see, [B, 1, T, S], from the document ids of both; the last T keys are the queries'."""
-    T, S = queries_BT.shape[1], keys_BS.shape[1]
-    near = torch.ones(T, S, dtype=torch.bool, device=keys_BS.device).tril(S - T)
+def visibility_mask(query_docs_BT: Tensor, key_docs_BS: Tensor, window: int | None) -> Tensor:
+    """Which keys each query may see, [B, 1, T, S], from the doc_ids of both. The last T keys are the queries' own."""
+    T, S = query_docs_BT.shape[1], key_docs_BS.shape[1]
+    in_range = torch.ones(T, S, dtype=torch.bool, device=key_docs_BS.device).tril(S - T)
     if window is not None:
-        near = near.triu(S - T - window + 1)
-    return ((queries_BT[:, :, None] == keys_BS[:, None, :]) & near)[:, None]
+        in_range = in_range.triu(S - T - window + 1)
+    return ((query_docs_BT[:, :, None] == key_docs_BS[:, None, :]) & in_range)[:, None]
 
 
-def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, sight: Sight, lens: Lens) -> Tensor:
+def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:
     """Softmax attention with grouped key/value heads, [B, H, T, E]."""
-    if sight.borders is not None:
-        return _variable_length(q_BHTE, k_BKSE, v_BKSE, sight, lens)
-    if sight.blocks is not None:
-        return _flex(q_BHTE, k_BKSE, v_BKSE, sight, lens)
-    if lens.backend == "eager" or lens.softcap is not None:
-        return _eager(q_BHTE, k_BKSE, v_BKSE, sight.mask, lens)
-    grouped = q_BHTE.shape[1] != k_BKSE.shape[1]
-    if grouped and sight.mask is not None and q_BHTE.is_cuda:
-        # With a mask, CUDA's fused kernels take no grouped heads, and the plain one keeps every score.
-        k_BKSE, v_BKSE = _repeated(k_BKSE, q_BHTE.shape[1]), _repeated(v_BKSE, q_BHTE.shape[1])
-        grouped = False
+    if spec.kernel is not None and mask.dense is None:
+        return spec.kernel(q_BHTE, k_BKSE, v_BKSE, mask, spec)
+    if spec.backend == "eager" or spec.softcap is not None:
+        return _eager_attention(q_BHTE, k_BKSE, v_BKSE, mask.dense, spec)
+    enable_gqa = q_BHTE.shape[1] != k_BKSE.shape[1]
+    if enable_gqa and mask.dense is not None and q_BHTE.is_cuda:
+        # With a mask, CUDA's fused kernels do not support GQA, and the math kernel materializes all scores.
+        k_BKSE, v_BKSE = _repeat_kv(k_BKSE, q_BHTE.shape[1]), _repeat_kv(v_BKSE, q_BHTE.shape[1])
+        enable_gqa = False
     return F.scaled_dot_product_attention(
-        q_BHTE, k_BKSE, v_BKSE, sight.mask, is_causal=sight.mask is None, scale=lens.scale, enable_gqa=grouped
+        q_BHTE, k_BKSE, v_BKSE, mask.dense, is_causal=mask.dense is None, scale=spec.scale, enable_gqa=enable_gqa
     )
 
 
-def open_kernel(backend: Backend) -> None:
-    """Gets a kernel that is not torch's own or has to be compiled, once, before a model uses it."""
-    if backend in PACKAGES and backend not in KERNELS:
-        KERNELS[backend] = _package(PACKAGES[backend])
-    elif backend == "flex" and backend not in KERNELS:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        # Floats here are a model's constants. A second model's other cap would be taken for an input, and fail.
-        torch._dynamo.config.specialize_float = True
-        # Without being compiled it would keep every score.
-        KERNELS["flex"] = torch.compile(flex_attention)
+@cache
+def load_kernel(backend: Backend) -> Kernel | None:
+    """Returns a backend's own kernel, or None; imports it once per process. Never called in compiled code."""
+    if backend == "flash":
+        return _torch_varlen
+    if backend in BACKEND_PACKAGES:
+        return _flash_attn_kernel(BACKEND_PACKAGES[backend])
+    return _flex_kernel() if backend == "flex" else None
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     backend: Backend
     reason: str
 
 
-def choose(
-    wanted: str, packed: bool, window: int | None, softcap: float | None, head_size: int,
+def choose_backend(
+    requested: str, packed: bool, window: int | None, softcap: float | None, head_dim: int,
     device: torch.device, dtype: torch.dtype,
-) -> Choice:  # fmt: skip
-    """The backend for a model on a device, and why; one that was asked for and cannot do it is refused."""
-    why_not = {
-        backend: _why_not(backend, softcap, head_size, device, dtype)
-        for backend in ("sdpa", "flash", "flex", "eager", "flash-attn", "fa3")
+) -> BackendChoice:  # fmt: skip
+    """Returns the backend for a model on a device, and the reason; raises if a requested backend cannot run."""
+    unsupported_reasons = {
+        backend: _unsupported_reason(backend, softcap, head_dim, device, dtype) for backend in BACKENDS
     }
-    if wanted != "auto":
-        reason = why_not[wanted]
-        if reason is not None:
-            able = [name for name, other in why_not.items() if other is None]
-            raise UsageError(f"model.attention {wanted}: {reason}", f"what works here: auto, {', '.join(able)}")
-        if wanted == "sdpa" and softcap is not None:
-            return Choice("eager", "sdpa was asked for, but has no soft cap, which this model needs")
-        return Choice(wanted, "as asked for")  # type: ignore[arg-type]
+    if requested != "auto":
+        return _check_requested(requested, unsupported_reasons, softcap)
     if device.type == "cpu":
-        return Choice("sdpa", "on a CPU") if softcap is None else Choice("eager", "sdpa has no soft cap")
-    what = "rows hold several documents" if packed else "its layers have windows" if window else "a soft cap"
+        return BackendChoice("sdpa", "on a CPU") if softcap is None else BackendChoice("eager", "sdpa has no soft cap")
     if packed or window is not None or softcap is not None:
+        reason = "packed documents" if packed else "sliding windows" if window else "a soft cap"
         for backend in ("fa3", "flash-attn", "flash", "flex"):
-            if why_not[backend] is None:
-                return Choice(backend, what)
-    if softcap is not None:
-        return Choice("eager", f"sdpa has no soft cap; {why_not['flex']}")
-    if packed or window is not None:
-        return Choice("sdpa", f"{what}, and flash {why_not['flash']}")
-    return Choice("sdpa", "one document a row")
+            if unsupported_reasons[backend] is None:
+                return BackendChoice(backend, reason)
+        if softcap is not None:
+            return BackendChoice("eager", f"sdpa has no soft cap; flex {unsupported_reasons['flex']}")
+        return BackendChoice("sdpa", f"{reason}; flash {unsupported_reasons['flash']}")
+    return BackendChoice("sdpa", "one document per row")
 
 
-def _why_not(
-    backend: str, softcap: float | None, head_size: int, device: torch.device, dtype: torch.dtype
+def _check_requested(
+    requested: str, unsupported_reasons: dict[Backend, str | None], softcap: float | None
+) -> BackendChoice:
+    backend = next(name for name in unsupported_reasons if name == requested)
+    if unsupported_reasons[backend] is not None:
+        usable = [name for name, reason in unsupported_reasons.items() if reason is None]
+        raise UsageError(
+            f"model.attention {requested} {unsupported_reasons[backend]}", f"available here: auto, {', '.join(usable)}"
+        )
+    if backend == "sdpa" and softcap is not None:
+        return BackendChoice("eager", "sdpa was requested, but it has no soft cap, which this model needs")
+    return BackendChoice(backend, "as requested")
+
+
+def _unsupported_reason(
+    backend: Backend, softcap: float | None, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """What keeps a backend from computing this attention here."""
+    """Why a backend cannot compute this attention here, as a sentence that starts with the verb; None if it can."""
     if backend in ("eager", "sdpa"):
         return None
-    if backend in PACKAGES and find_spec(PACKAGES[backend]) is None:
-        return f"the package {PACKAGES[backend]} is not installed"
+    if backend in BACKEND_PACKAGES and find_spec(BACKEND_PACKAGES[backend]) is None:
+        return f"needs the package {BACKEND_PACKAGES[backend]}, which is not installed"
     if device.type != "cuda":
-        return f"it runs on CUDA devices, not on {device.type}"
+        return f"runs on CUDA devices, not on {device.type}"
     if backend == "flex":
-        # Its blocks are powers of two.
-        return None if head_size >= 16 else f"it needs heads of 16 or more, not {head_size}"
+        # Its Triton kernels need blocks of at least 16.
+        return None if head_dim >= 16 else f"needs a head_dim of at least 16, not {head_dim}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
-    if head_size > 256 or head_size % 8:
-        return f"it needs heads of a multiple of 8 up to 256, not {head_size}"
+        return f"computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
+    if head_dim > 256 or head_dim % 8:
+        return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of the Ampere generation or later"
+        return "needs a GPU of the Ampere generation or later"
     if backend == "flash" and softcap is not None:
-        return "it has no soft cap, which this model needs"
+        return "has no soft cap, which this model needs"
     return None
 
 
-def _repeated(x_BKSE: Tensor, heads: int) -> Tensor:
+def _repeat_kv(x_BKSE: Tensor, heads: int) -> Tensor:
     return x_BKSE.repeat_interleave(heads // x_BKSE.shape[1], dim=1)
 
 
-def _eager(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, lens: Lens) -> Tensor:
-    k_BHSE, v_BHSE = _repeated(k_BKSE, q_BHTE.shape[1]), _repeated(v_BKSE, q_BHTE.shape[1])
-    scores = q_BHTE @ k_BHSE.transpose(2, 3) * lens.scale
-    if lens.softcap is not None:
-        scores = torch.tanh(scores / lens.softcap) * lens.softcap
+def _eager_attention(
+    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    k_BHSE, v_BHSE = _repeat_kv(k_BKSE, q_BHTE.shape[1]), _repeat_kv(v_BKSE, q_BHTE.shape[1])
+    scores = q_BHTE @ k_BHSE.transpose(2, 3) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
     if mask is None:
         T, S = scores.shape[-2:]
         mask = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
@@ -223,85 +239,104 @@ def _eager(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, 
     return scores.softmax(dim=-1, dtype=torch.float32).to(q_BHTE.dtype) @ v_BHSE
 
 
-def _borders(doc_ids_BT: Tensor | None, ids_BT: Tensor) -> Sight:
-    """All rows in one line; a border at every row's beginning and wherever the document changes."""
-    B, T = ids_BT.shape
+def _varlen_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor) -> AttentionMask:
+    """All rows as one sequence of B x T tokens: a document starts at every row and wherever the doc_id changes."""
+    B, T = positions_BT.shape
     if doc_ids_BT is None:
-        borders = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=ids_BT.device)
-        return Sight(borders=borders, longest=T)
-    changes = torch.ones_like(doc_ids_BT, dtype=torch.bool)
-    changes[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
-    starts = changes.flatten().nonzero().flatten()
-    borders = torch.cat((starts, starts.new_tensor([B * T]))).to(torch.int32)
-    # As many as there are documents: no two batches have the same number.
-    torch._dynamo.maybe_mark_dynamic(borders, 0)
-    # The kernels only need a bound; few different ones mean few compilations.
-    longest = 1 << (int(borders.diff().max()) - 1).bit_length()
-    return Sight(borders=borders, longest=min(longest, T))
+        cu_seqlens = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=positions_BT.device)
+        return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=T)
+    is_start = torch.ones_like(doc_ids_BT, dtype=torch.bool)
+    is_start[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
+    starts = is_start.flatten().nonzero().flatten()
+    cu_seqlens = torch.cat((starts, starts.new_tensor([B * T]))).to(torch.int32)
+    # The number of documents differs from batch to batch.
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+    # The kernels only need a bound. Powers of two keep the number of compilations small.
+    max_seqlen = 1 << (int(cu_seqlens.diff().max()) - 1).bit_length()
+    return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=min(max_seqlen, T))
 
 
-def _variable_length(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, sight: Sight, lens: Lens) -> Tensor:
-    B, T = q_BHTE.shape[0], q_BHTE.shape[2]
-    # [B, H, T, E] -> [B x T, H, E]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKSE, v_BKSE))
-    kernel = _varlen if lens.backend == "flash" else KERNELS[lens.backend]
-    # A window of w tokens is oneself and the w - 1 before.
-    window = (-1, 0) if lens.window is None else (lens.window - 1, 0)
-    out = kernel(q, k, v, sight, lens, window)
-    return out.unflatten(0, (B, T)).transpose(1, 2)
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Sight, lens: Lens, window: tuple[int, int]) -> Tensor:
-    grouped: dict[str, bool] = {}
+def _torch_varlen(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:
+    q, k, v = _flatten_rows(q_BHTE), _flatten_rows(k_BKSE), _flatten_rows(v_BKSE)
+    gqa: dict[str, bool] = {}
     if q.shape[1] != k.shape[1]:
-        if VARLEN_TAKES_GROUPS:
-            grouped = {"enable_gqa": True}
+        if VARLEN_SUPPORTS_GQA:
+            gqa = {"enable_gqa": True}
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return varlen_attn(
-        q, k, v, sight.borders, sight.borders, sight.longest, sight.longest,
-        scale=lens.scale, window_size=window, **grouped,
+    out = varlen_attn(
+        q, k, v, mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen,
+        scale=spec.scale, window_size=_window_size(spec), **gqa,
     )  # fmt: skip
+    return _unflatten_rows(out, q_BHTE)
 
 
-def _package(name: str) -> Callable[..., Tensor]:
-    """flash_attn_varlen_func of the flash-attn 2 or 3 package, called the same way."""
-    function = import_module(name).flash_attn_varlen_func
+def _flash_attn_kernel(package: str) -> Kernel:
+    """flash_attn_varlen_func of the flash-attn 2 or 3 package."""
+    function = import_module(package).flash_attn_varlen_func
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, sight: Sight, lens: Lens, window: tuple[int, int]) -> Tensor:
+    def kernel(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:
         out = function(
-            q, k, v, sight.borders, sight.borders, sight.longest, sight.longest,
-            softmax_scale=lens.scale, causal=True, window_size=window, softcap=lens.softcap or 0.0,
+            _flatten_rows(q_BHTE), _flatten_rows(k_BKSE), _flatten_rows(v_BKSE),
+            mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen,
+            softmax_scale=spec.scale, causal=True, window_size=_window_size(spec), softcap=spec.softcap or 0.0,
         )  # fmt: skip
-        # Some versions of the third return the softmax's denominators as well.
-        return out[0] if isinstance(out, tuple) else out
+        # Some versions of FlashAttention 3 also return the softmax's log-sum-exp.
+        return _unflatten_rows(out[0] if isinstance(out, tuple) else out, q_BHTE)
 
     return kernel
 
 
-def _flex_blocks(doc_ids_BT: Tensor | None, ids_BT: Tensor, window: int | None) -> Any:
+def _flatten_rows(x_BHTE: Tensor) -> Tensor:
+    """[B, H, T, E] -> [B x T, H, E]"""
+    return x_BHTE.transpose(1, 2).flatten(0, 1)
+
+
+def _unflatten_rows(out: Tensor, like_BHTE: Tensor) -> Tensor:
+    return out.unflatten(0, (like_BHTE.shape[0], like_BHTE.shape[2])).transpose(1, 2)
+
+
+def _window_size(spec: AttentionSpec) -> tuple[int, int]:
+    """A window of w tokens is the token itself and the w - 1 before it."""
+    return (-1, 0) if spec.window is None else (spec.window - 1, 0)
+
+
+def _flex_block_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    B, T = ids_BT.shape
-    docs_BT = doc_ids_BT
+    B, T = positions_BT.shape
 
-    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = query >= key
+    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = query >= key
         if window is not None:
-            seen = seen & (query - key < window)
-        return seen if docs_BT is None else seen & (docs_BT[b, query] == docs_BT[b, key])
+            visible = visible & (query - key < window)
+        return visible if doc_ids_BT is None else visible & (doc_ids_BT[b, query] == doc_ids_BT[b, key])
 
-    rows = None if docs_BT is None else B
-    return create_block_mask(sees, rows, None, T, T, device=ids_BT.device)
+    mask_batch_size = None if doc_ids_BT is None else B
+    return create_block_mask(mask_mod, mask_batch_size, None, T, T, device=positions_BT.device)
 
 
-def _flex(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, sight: Sight, lens: Lens) -> Tensor:
-    cap = lens.softcap
+def specialize_floats() -> None:
+    """Floats are constants of a model. Otherwise Dynamo makes a second model's soft cap a graph input, and fails."""
+    torch._dynamo.config.specialize_float = True
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return torch.tanh(score / cap) * cap
 
-    return KERNELS["flex"](
-        q_BHTE, k_BKSE, v_BKSE, score_mod=None if cap is None else capped, block_mask=sight.blocks,
-        scale=lens.scale, enable_gqa=q_BHTE.shape[1] != k_BKSE.shape[1],
-    )  # fmt: skip
+def _flex_kernel() -> Kernel:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    specialize_floats()
+    # Uncompiled, flex_attention materialises every score.
+    compiled_flex_attention = torch.compile(flex_attention)
+
+    def kernel(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:
+        softcap = spec.softcap
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return torch.tanh(score / softcap) * softcap
+
+        return compiled_flex_attention(
+            q_BHTE, k_BKSE, v_BKSE, score_mod=None if softcap is None else score_mod, block_mask=mask.block_mask,
+            scale=spec.scale, enable_gqa=q_BHTE.shape[1] != k_BKSE.shape[1],
+        )  # fmt: skip
+
+    return kernel

@@ -1,13 +1,13 @@
-"""The one native model: a decoder whose differences between families are data, not code.
+"""The native model: one decoder for all families. What differs between families is data (`DecoderConfig`), not code.
 
-Read it top to bottom. It knows no files, no layout of processes and no loss: ids in, logits out. `DecoderConfig` holds
-everything in which families differ; families.py fills it in from a Hugging Face config, sizing.py from a depth. A
-decoder may hold a run of the layers only; one that lacks the first takes and one that lacks the last gives features.
+Read it top to bottom. The decoder knows nothing about files, ranks or losses: ids in, logits out. families.py builds a
+`DecoderConfig` from a Hugging Face config, sizing.py from a depth. A decoder may hold only a range of the layers, as a
+pipeline stage does. One without the first layer takes hidden states as input; one without the last returns them.
 
-A forward pass has two parts. `plan` works out, once for all layers, what depends on the batch alone: rotary tables and
-who sees whom. `run` is the network itself, and what execution.py compiles.
+`Decoder.forward` has two parts. `layer_inputs` computes once per batch what all layers share (cos, sin and the
+attention masks); it is never compiled. `hidden_states` and `logits` are the network.
 
-Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E head size, V vocabulary.
+Shapes: B rows, T tokens, S keys, D width, H query heads, K key/value heads, E head_dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchstone.models.attention import Backend, KeyValueCache, Lens, Sight, attend, sights
-from torchstone.models.rope import Rope, Rotary, turn
+from torchstone.models.attention import (
+    AttentionMask,
+    AttentionSpec,
+    Backend,
+    KeyValueCache,
+    attend,
+    build_masks,
+    load_kernel,
+)
+from torchstone.models.rope import CosSin, Rope, apply_rotary, rotary_cos_sin
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
 Fusion = Literal["qkv", "gate_up"]
@@ -31,23 +39,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    # The same curve in separate steps, each rounded: in bf16 that is another function, and the one GPT-2 has.
+    # The same formula in separate operations, each rounded: in bf16 the result differs. GPT-2 uses this one.
     "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
 }
-PLAIN_ROPE = Rope()
-# Matrices that may lie in one, top to bottom, and the names they have when they do not.
-FUSED = {
+DEFAULT_ROPE = Rope()
+EMBEDDING, HEAD = "tok_embed.weight", "head.weight"
+# A fused linear layer, and the layers it replaces, stacked along out_features.
+FUSED_LINEARS = {
     "attention.wqkv": ("attention.wq", "attention.wk", "attention.wv"),
     "mlp.gate_up": ("mlp.gate", "mlp.up"),
 }
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """In what layers of one model differ: how far they see, and how their positions turn (None: not at all)."""
+class LayerSpec:
+    """Settings of one layer: its sliding window, and its RoPE (None: no positions)."""
 
     window: int | None = None
-    rope: Rope | None = PLAIN_ROPE
+    rope: Rope | None = DEFAULT_ROPE
 
 
 @dataclass(frozen=True)
@@ -58,36 +67,36 @@ class DecoderConfig:
     width: int
     heads: int
     kv_heads: int
-    head_size: int
+    head_dim: int
     mlp_width: int
-    layers: tuple[LayerKind, ...]
+    layers: tuple[LayerSpec, ...]
     max_positions: int = 2048
     tied: bool = False
-    # rms multiplies by its weight after rounding to the model's numbers, rms_wide before, rms_plus_one by 1 + weight.
-    norm: Literal["rms", "rms_wide", "rms_plus_one", "layer"] = "rms"
+    # rms scales after rounding to the model's dtype, rms_fp32 before rounding, rms_plus_one scales by 1 + weight.
+    norm: Literal["rms", "rms_fp32", "rms_plus_one", "layer"] = "rms"
     norm_eps: float = 1e-5
-    norm_before: bool = True
-    norm_after: bool = False
-    # Queries and keys normed by head, or over all heads at once.
+    pre_norm: bool = True
+    post_norm: bool = False
+    # Queries and keys are normalised per head, or over all heads at once.
     qk_norm: Literal["none", "head", "all"] = "none"
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    # Positions are looked up in a table and added to the embedding; rows cannot be longer than it.
+    # GPT-2: learned position embeddings. Rows cannot be longer than max_positions.
     learned_positions: bool = False
-    # Whether queries and keys turn in fp32 whatever the model's numbers are.
-    rope_wide: bool = False
+    # Rotate queries and keys in fp32 whatever the model's dtype.
+    rope_in_fp32: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
-    # By default head_size ** -0.5.
+    # By default head_dim ** -0.5.
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
-    # The token whose embedding gets no gradient, as Transformers has it for pad_token_id.
-    padding_row: int | None = field(default=None, compare=False)
+    # The token whose embedding gets no gradient, as nn.Embedding and Transformers define it.
+    padding_idx: int | None = field(default=None, compare=False)
 
     @property
     def depth(self) -> int:
@@ -95,13 +104,18 @@ class DecoderConfig:
 
     @property
     def window(self) -> int | None:
-        """The shortest window of a layer."""
+        """The smallest sliding window of a layer."""
         return min((layer.window for layer in self.layers if layer.window is not None), default=None)
 
+    @property
+    def qkv_features(self) -> list[int]:
+        """out_features of the query, key and value projections."""
+        return [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "depth", "heads", "kv_heads", "head_size", "mlp_width", "max_positions"):
+        for name in ("vocab_size", "width", "depth", "heads", "kv_heads", "head_dim", "mlp_width", "max_positions"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, not a whole number from 1")
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a positive integer")
         for name in (
             "embed_scale",
             "residual_scale",
@@ -112,19 +126,21 @@ class DecoderConfig:
         ):
             if not isinstance(getattr(self, name), int | float | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not a number")
-        turns = {layer.rope.turning(self.head_size) for layer in self.layers if layer.rope is not None}
-        if self.heads % self.kv_heads or any(size % 2 for size in turns):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+        rotary_dims = {layer.rope.rotary_dim(self.head_dim) for layer in self.layers if layer.rope is not None}
+        if any(dim % 2 for dim in rotary_dims):
             raise ValueError(
-                f"{self.heads} heads of {self.head_size} with {self.kv_heads} key/value heads do not divide"
+                f"head_dim {self.head_dim} gives an odd number of rotary dimensions; RoPE needs an even one"
             )
 
-    def why_not_packed(self, longest: int) -> str | None:
-        """Why rows of several documents, each of up to `longest` tokens, would not be what they are alone."""
+    def packing_error(self, max_length: int) -> str | None:
+        """Why documents of up to `max_length` tokens would change if they shared a row; None if they would not."""
         for layer in self.layers:
-            if layer.rope is not None and layer.rope.depends_on_length(longest):
+            if layer.rope is not None and layer.rope.depends_on_length(max_length):
                 return (
-                    f"its rotary positions ({layer.rope.kind}) depend on the length of the row beyond "
-                    f"{layer.rope.original_positions} tokens, so a document would not be what it is alone"
+                    f"its RoPE ({layer.rope.kind}) depends on the row's length beyond "
+                    f"{layer.rope.original_max_positions} tokens, so a packed document would get different frequencies"
                 )
         return None
 
@@ -133,95 +149,97 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, kind: str) -> None:
         super().__init__()
         self.kind, self.eps = kind, eps
-        # Where set, what computes it from x and the weight instead (liger.py).
+        # A fused kernel (x, weight) -> output, set by liger.py.
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
         self.weight = nn.Parameter(torch.zeros(width) if kind == "rms_plus_one" else torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kernel is not None:
             return self.kernel(x, self.weight)
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        x_fp32 = x.float()
+        normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.kind == "rms":
             return self.weight * normed.to(x.dtype)
         weight = self.weight.float() + 1.0 if self.kind == "rms_plus_one" else self.weight
         return (weight * normed).to(x.dtype)
 
 
-def norm(config: DecoderConfig, width: int) -> nn.Module:
+def build_norm(config: DecoderConfig, width: int) -> nn.Module:
     if config.norm == "layer":
         return nn.LayerNorm(width, eps=config.norm_eps)
     return RMSNorm(width, config.norm_eps, config.norm)
 
 
-# Features and the head's weight -> a loss.
-Finish = Callable[[Tensor, Tensor], Tensor]
-# Cosines and sines, each [B, 1, T, E].
-Tables = tuple[Tensor, Tensor]
+# (hidden states, head weight) -> loss.
+LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
-class Plan(NamedTuple):
-    """What a batch means to one layer: the tables that turn its positions, and who sees whom."""
+class LayerInputs(NamedTuple):
+    """What a layer needs to know about the batch."""
 
-    tables: Tables | None
-    sight: Sight
+    cos_sin: CosSin | None
+    mask: AttentionMask
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: LayerKind, index: int, backend: Backend, fused: bool) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerSpec, index: int, backend: Backend, fused: bool) -> None:
         super().__init__()
-        self.index, self.head_size = index, config.head_size
-        scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
-        self.lens = Lens(backend, scale, layer.window, config.attention_softcap)
-        self.rows = attention_rows(config)
-        # Where set, which of the key/value heads the queries here read (parallel/tensor.py).
-        self.pick: Callable[[Tensor], Tensor] | None = None
-        # Where set, what turns queries and keys by the tables instead (liger.py).
-        self.turn_kernel: Callable[[Tensor, Tensor, Tables], tuple[Tensor, Tensor]] | None = None
+        self.index, self.head_dim = index, config.head_dim
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.spec = AttentionSpec(backend, scale, layer.window, config.attention_softcap, load_kernel(backend))
+        self.qkv_features = config.qkv_features
+        # Selects the key/value heads that this rank's queries read, set by parallel/tensor.py.
+        self.select_kv_heads: Callable[[Tensor], Tensor] | None = None
+        # A fused kernel (q, k, cos_sin) -> (q, k), set by liger.py.
+        self.rotary_kernel: Callable[[Tensor, Tensor, CosSin], tuple[Tensor, Tensor]] | None = None
+        self.is_fused = fused
         if fused:
-            self.wqkv = nn.Linear(config.width, sum(self.rows), bias=config.qkv_bias)
+            self.wqkv = nn.Linear(config.width, sum(self.qkv_features), bias=config.qkv_bias)
         else:
-            self.wq, self.wk, self.wv = (nn.Linear(config.width, rows, bias=config.qkv_bias) for rows in self.rows)
-        self.wo = nn.Linear(config.heads * config.head_size, config.width, bias=config.out_bias)
-        self.norms_all = config.qk_norm == "all"
-        if config.qk_norm != "none":
+            self.wq, self.wk, self.wv = (
+                nn.Linear(config.width, features, bias=config.qkv_bias) for features in self.qkv_features
+            )
+        self.wo = nn.Linear(config.heads * config.head_dim, config.width, bias=config.out_bias)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm != "none":
             self.q_norm, self.k_norm = (
-                norm(config, rows if self.norms_all else config.head_size) for rows in self.rows[:2]
+                build_norm(config, features if self.qk_norm == "all" else config.head_dim)
+                for features in self.qkv_features[:2]
             )
 
-    def forward(self, x_BTD: Tensor, plan: Plan, cache: KeyValueCache | None = None) -> Tensor:
-        q_BHTE, k_BKTE, v_BKTE = self._projected(x_BTD)
-        if self.pick is not None:
-            k_BKTE, v_BKTE = self.pick(k_BKTE), self.pick(v_BKTE)
-        if plan.tables is not None and self.turn_kernel is not None:
-            q_BHTE, k_BKTE = self.turn_kernel(q_BHTE, k_BKTE, plan.tables)
-        elif plan.tables is not None:
-            q_BHTE, k_BKTE = turn(q_BHTE, plan.tables), turn(k_BKTE, plan.tables)
+    def forward(self, x_BTD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None = None) -> Tensor:
+        q_BHTE, k_BKTE, v_BKTE = self._project_qkv(x_BTD)
+        if self.select_kv_heads is not None:
+            k_BKTE, v_BKTE = self.select_kv_heads(k_BKTE), self.select_kv_heads(v_BKTE)
+        if inputs.cos_sin is not None and self.rotary_kernel is not None:
+            q_BHTE, k_BKTE = self.rotary_kernel(q_BHTE, k_BKTE, inputs.cos_sin)
+        elif inputs.cos_sin is not None:
+            q_BHTE, k_BKTE = apply_rotary(q_BHTE, inputs.cos_sin), apply_rotary(k_BKTE, inputs.cos_sin)
         if cache is not None:
-            k_BKTE, v_BKTE = cache.extend(self.index, k_BKTE, v_BKTE)
-        out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, plan.sight, self.lens)
+            k_BKTE, v_BKTE = cache.update(self.index, k_BKTE, v_BKTE)
+        out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, inputs.mask, self.spec)
         return self.wo(out_BHTE.transpose(1, 2).flatten(2))
 
-    def _projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if hasattr(self, "wqkv"):
-            q, k, v = self.wqkv(x_BTD).split(self.rows, dim=-1)
+    def _project_qkv(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.is_fused:
+            q, k, v = self.wqkv(x_BTD).split(self.qkv_features, dim=-1)
         else:
             q, k, v = self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
-        if not hasattr(self, "q_norm"):
-            return self._heads(q), self._heads(k), self._heads(v)
-        if self.norms_all:
-            return self._heads(self.q_norm(q)), self._heads(self.k_norm(k)), self._heads(v)
-        return self.q_norm(self._heads(q)), self.k_norm(self._heads(k)), self._heads(v)
+        if self.qk_norm == "none":
+            return self._split_heads(q), self._split_heads(k), self._split_heads(v)
+        if self.qk_norm == "all":
+            return self._split_heads(self.q_norm(q)), self._split_heads(self.k_norm(k)), self._split_heads(v)
+        return self.q_norm(self._split_heads(q)), self.k_norm(self._split_heads(k)), self._split_heads(v)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class MLP(nn.Module):
     def __init__(self, config: DecoderConfig, fused: bool) -> None:
         super().__init__()
-        self.act, self.gated = ACTIVATIONS[config.activation], config.gated
-        # Where set, what computes act(gate) * up instead (liger.py).
+        self.activation, self.gated, self.is_fused = ACTIVATIONS[config.activation], config.gated, fused
+        # A fused kernel (gate, up) -> activation(gate) * up, set by liger.py.
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
         if config.gated and fused:
             self.gate_up = nn.Linear(config.width, 2 * config.mlp_width, bias=config.mlp_bias)
@@ -233,48 +251,41 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(self.act(self.up(x_BTD)))
-        gate, up = self.gate_up(x_BTD).chunk(2, dim=-1) if hasattr(self, "gate_up") else self._two(x_BTD)
-        return self.down(self.act(gate) * up if self.kernel is None else self.kernel(gate, up))
-
-    def _two(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.gate(x_BTD), self.up(x_BTD)
+            return self.down(self.activation(self.up(x_BTD)))
+        if self.is_fused:
+            gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate(x_BTD), self.up(x_BTD)
+        return self.down(self.activation(gate) * up if self.kernel is None else self.kernel(gate, up))
 
 
 class Block(nn.Module):
     """x + attention(x), then x + mlp(x), each with a norm before it, after it, or both."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerKind, index: int, backend: Backend, fused: set[str]) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerSpec, index: int, backend: Backend, fused: set[str]) -> None:
         super().__init__()
-        self.layer, self.scale = layer, config.residual_scale
-        # How execution.py has this block run in training, where it has a say: to keep less and compute it again.
-        self.recompute: Callable[..., Tensor] | None = None
+        self.layer, self.residual_scale = layer, config.residual_scale
+        self.pre_norm, self.post_norm = config.pre_norm, config.post_norm
         self.attention = Attention(config, layer, index, backend, "qkv" in fused)
         self.mlp = MLP(config, "gate_up" in fused)
-        if config.norm_before:
-            self.attention_norm, self.mlp_norm = norm(config, config.width), norm(config, config.width)
-        if config.norm_after:
-            self.attention_norm_after, self.mlp_norm_after = norm(config, config.width), norm(config, config.width)
+        if self.pre_norm:
+            self.attention_norm, self.mlp_norm = build_norm(config, config.width), build_norm(config, config.width)
+        if self.post_norm:
+            self.attention_norm_after = build_norm(config, config.width)
+            self.mlp_norm_after = build_norm(config, config.width)
 
-    def forward(self, x_BTD: Tensor, plan: Plan, cache: KeyValueCache | None = None) -> Tensor:
-        if self.recompute is not None and torch.is_grad_enabled() and cache is None:
-            return self.recompute(self.compute, x_BTD, plan)
-        return self.compute(x_BTD, plan, cache)
+    def forward(self, x_BTD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None = None) -> Tensor:
+        out_BTD = self.attention(self.attention_norm(x_BTD) if self.pre_norm else x_BTD, inputs, cache)
+        x_BTD = x_BTD + self._scale(self.attention_norm_after(out_BTD) if self.post_norm else out_BTD)
+        out_BTD = self.mlp(self.mlp_norm(x_BTD) if self.pre_norm else x_BTD)
+        return x_BTD + self._scale(self.mlp_norm_after(out_BTD) if self.post_norm else out_BTD)
 
-    def compute(self, x_BTD: Tensor, plan: Plan, cache: KeyValueCache | None = None) -> Tensor:
-        attended = self.attention(self.attention_norm(x_BTD) if hasattr(self, "attention_norm") else x_BTD, plan, cache)
-        x_BTD = x_BTD + self._written(attended, "attention_norm_after")
-        changed = self.mlp(self.mlp_norm(x_BTD) if hasattr(self, "mlp_norm") else x_BTD)
-        return x_BTD + self._written(changed, "mlp_norm_after")
-
-    def _written(self, change_BTD: Tensor, norm_after: str) -> Tensor:
-        if hasattr(self, norm_after):
-            change_BTD = getattr(self, norm_after)(change_BTD)
-        return change_BTD if self.scale == 1.0 else change_BTD * self.scale
+    def _scale(self, out_BTD: Tensor) -> Tensor:
+        return out_BTD if self.residual_scale == 1.0 else out_BTD * self.residual_scale
 
 
 class Decoder(nn.Module):
-    """`forward(ids, positions, doc_ids)` gives logits; labels and losses are somebody else's business."""
+    """`forward(ids, positions, doc_ids)` returns logits. Labels and losses are the caller's business."""
 
     def __init__(
         self,
@@ -283,27 +294,29 @@ class Decoder(nn.Module):
         fused: tuple[Fusion, ...] = (),
         layers: range | None = None,
     ) -> None:
-        """`layers` are those that this decoder holds; the first brings the embedding along, the last norm and head."""
+        """`layers` are those of this decoder: the model's first adds the embedding, its last adds norm and head."""
         super().__init__()
-        held = range(config.depth) if layers is None else layers
-        self.config, self.is_first, self.is_last = config, held.start == 0, held.stop == config.depth
-        # Where set, the numbers that are computed in, when the parameters are kept in others (parallel/shard.py).
-        self.computes_in: torch.dtype | None = None
-        if self.is_first:
-            self.tok_embed = nn.Embedding(config.vocab_size, config.width, padding_idx=config.padding_row)
+        layers = range(config.depth) if layers is None else layers
+        self.config, self.has_embedding, self.has_head = config, layers.start == 0, layers.stop == config.depth
+        # The compute dtype, if it may differ from the parameters' dtype (set by parallel/build.py).
+        self.compute_dtype: torch.dtype | None = None
+        if self.has_embedding:
+            self.tok_embed = nn.Embedding(config.vocab_size, config.width, padding_idx=config.padding_idx)
             if config.learned_positions:
                 self.pos_embed = nn.Embedding(config.max_positions, config.width)
-        # Keyed by the number of the layer in the whole model, so that a part of the layers keeps its names.
-        self.layers = nn.ModuleDict({str(n): Block(config, config.layers[n], n, attention, set(fused)) for n in held})
-        if self.is_last:
-            self.norm = norm(config, config.width)
+        # Keyed by the layer's index in the whole model, so that a pipeline stage has the same parameter names.
+        self.layers = nn.ModuleDict({str(n): Block(config, config.layers[n], n, attention, set(fused)) for n in layers})
+        if self.has_head:
+            self.norm = build_norm(config, config.width)
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.tie()
+        self.tie_weights()
 
-    def tie(self) -> None:
-        """One matrix for embedding and head where the config says so. Moving a model that was made without memory
-        gives each name its own, so it is done again then. Where they are apart, each keeps one."""
-        if self.config.tied and self.is_first and self.is_last:
+    def tie_weights(self) -> None:
+        """Makes embedding and head one parameter if the config says so. `to_empty` unties them, so call it again after.
+
+        A decoder with only one of the two keeps its own.
+        """
+        if self.config.tied and self.has_embedding and self.has_head:
             self.head.weight = self.tok_embed.weight
 
     def forward(
@@ -312,43 +325,42 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         doc_ids_BT: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        finish: Finish | None = None,
+        loss_fn: LossFn | None = None,
     ) -> Tensor:
-        """Logits; or, with `finish`, what it makes of the last features and the head, so that a loss need not have all
-        logits at once. Without `doc_ids` every row is one sequence (padding, if any, on its right)."""
-        plans = self.plan(positions_BT, doc_ids_BT, cache)
-        if finish is None:
-            return self.run(ids_BT, positions_BT, plans, cache)
-        return finish(self.features(ids_BT, positions_BT, plans, cache), self.head.weight)
+        """Returns logits; with `loss_fn`, `loss_fn(hidden_states, head.weight)` instead, without all logits in memory.
 
-    def plan(self, positions_BT: Tensor, doc_ids_BT: Tensor | None, cache: KeyValueCache | None = None) -> list[Plan]:
-        """One a layer; layers of a kind share theirs."""
+        Without `doc_ids` every row is one sequence, with padding on the right if any.
+        """
+        inputs = self.layer_inputs(positions_BT, doc_ids_BT, cache)
+        x_BTD = self.hidden_states(ids_BT, positions_BT, inputs, cache)
+        if loss_fn is not None:
+            return loss_fn(x_BTD, self.head.weight)
+        return self.logits(x_BTD) if self.has_head else x_BTD
+
+    def layer_inputs(
+        self, positions_BT: Tensor, doc_ids_BT: Tensor | None, cache: KeyValueCache | None = None
+    ) -> list[LayerInputs]:
+        """Returns one per layer; layers of the same kind share the same tensors."""
         config = self.config
-        dtype = torch.float32 if config.rope_wide else self.computes_in or next(self.parameters()).dtype
+        dtype = torch.float32 if config.rope_in_fp32 else self.compute_dtype or next(self.parameters()).dtype
         blocks = list(self.layers.values())
         ropes = {block.layer.rope for block in blocks if block.layer.rope is not None}
-        tables = {rope: Rotary(rope, config.head_size, positions_BT, dtype).tables for rope in ropes}
-        lenses = {(block.attention.lens.backend, block.layer.window) for block in blocks}
-        seen = sights(lenses, doc_ids_BT, positions_BT, cache)
+        cos_sin = {rope: rotary_cos_sin(rope, config.head_dim, positions_BT, dtype) for rope in ropes}
+        kinds = {(block.attention.spec.backend, block.layer.window) for block in blocks}
+        masks = build_masks(kinds, doc_ids_BT, positions_BT, cache)
         return [
-            Plan(tables.get(block.layer.rope), seen[block.attention.lens.backend, block.layer.window])
+            LayerInputs(cos_sin.get(block.layer.rope), masks[block.attention.spec.backend, block.layer.window])
             for block in blocks
         ]
 
-    def run(
-        self, ids_BT: Tensor, positions_BT: Tensor, plans: list[Plan], cache: KeyValueCache | None = None
+    def hidden_states(
+        self, ids_BT: Tensor, positions_BT: Tensor, inputs: list[LayerInputs], cache: KeyValueCache | None = None
     ) -> Tensor:
-        features_BTD = self.features(ids_BT, positions_BT, plans, cache)
-        return self.logits(features_BTD) if self.is_last else features_BTD
-
-    def features(
-        self, ids_BT: Tensor, positions_BT: Tensor, plans: list[Plan], cache: KeyValueCache | None = None
-    ) -> Tensor:
-        """What the head reads, or the next layer where this is not the end."""
-        x_BTD = self.embed(ids_BT, positions_BT) if self.is_first else ids_BT
-        for block, plan in zip(self.layers.values(), plans, strict=True):
-            x_BTD = block(x_BTD, plan, cache)
-        return self.norm(x_BTD) if self.is_last else x_BTD
+        """The input of the head, or of the next pipeline stage. Without an embedding, `ids_BT` are hidden states."""
+        x_BTD = self.embed(ids_BT, positions_BT) if self.has_embedding else ids_BT
+        for block, block_inputs in zip(self.layers.values(), inputs, strict=True):
+            x_BTD = block(x_BTD, block_inputs, cache)
+        return self.norm(x_BTD) if self.has_head else x_BTD
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         x_BTD = self.tok_embed(ids_BT)
@@ -356,54 +368,42 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * torch.tensor(self.config.embed_scale, dtype=x_BTD.dtype, device=x_BTD.device)
         return x_BTD + self.pos_embed(positions_BT) if self.config.learned_positions else x_BTD
 
-    def logits(self, features_BTD: Tensor) -> Tensor:
-        logits_BTV = self.head(features_BTD)
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        logits_BTV = self.head(x_BTD)
         if self.config.logit_divisor != 1.0:
             logits_BTV = logits_BTV / self.config.logit_divisor
         if self.config.logit_softcap is not None:
             logits_BTV = torch.tanh(logits_BTV / self.config.logit_softcap) * self.config.logit_softcap
         return logits_BTV
 
-    def pieces(self) -> dict[str, Tensor]:
-        """Every parameter by the name it has when nothing is fused; what is fused as views of its rows."""
+    def unfused_parameters(self) -> dict[str, Tensor]:
+        """Every parameter by its unfused name; fused parameters are split into views."""
         return {
-            name: piece
-            for whole, parameter in self.named_parameters()
-            for name, piece in pieces_of(self.config, whole, parameter)
+            name: view
+            for fused_name, parameter in self.named_parameters()
+            for name, view in split_fused(self.config, fused_name, parameter)
         }
 
-    @torch.no_grad()
-    def initialise(self, std: float, seed: int) -> None:
-        """Every parameter as `drawn` has it."""
-        for name, piece in self.pieces().items():
-            piece.copy_(drawn(self.config, name, piece.shape, std, seed))
 
+def init_tensor(config: DecoderConfig, name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
+    """The initial value of an unfused parameter: N(0, std), divided by sqrt(2 x depth) for residual projections.
 
-def drawn(config: DecoderConfig, name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
-    """A piece of a new model: normal matrices of `std`; what writes to the residual stream is scaled down by
-    sqrt(2 x depth).
-
-    Every piece is drawn on the CPU from a stream of its own, so that the same seed gives the same model on any device
-    and in any layout, and a process that holds some of the parameters draws what the others would have.
+    Every parameter is drawn on the CPU from its own random stream. So the same seed gives the same model on any device
+    and in any parallel layout, and a rank can draw what it holds without the others.
     """
     if len(shape) == 1:
         return torch.full(shape, 0.0 if name.endswith("bias") or config.norm == "rms_plus_one" else 1.0)
-    writes = name.endswith(("attention.wo.weight", "mlp.down.weight"))
-    scale = std / math.sqrt(2 * config.depth) if writes else std
+    is_residual = name.endswith(("attention.wo.weight", "mlp.down.weight"))
+    scale = std / math.sqrt(2 * config.depth) if is_residual else std
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     return torch.randn(shape, generator=generator) * scale
 
 
-def attention_rows(config: DecoderConfig) -> list[int]:
-    """Rows of the query, key and value projections."""
-    return [heads * config.head_size for heads in (config.heads, config.kv_heads, config.kv_heads)]
-
-
-def pieces_of(config: DecoderConfig, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """A tensor that is shaped like parameter `name`, cut where the parameter holds several matrices; views."""
-    for whole, parts in FUSED.items():
-        if f".{whole}." in name:
-            rows = attention_rows(config) if whole == "attention.wqkv" else [config.mlp_width] * 2
-            names = [name.replace(whole, part) for part in parts]
-            return list(zip(names, tensor.split(rows), strict=True))
+def split_fused(config: DecoderConfig, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Splits a tensor shaped like parameter `name` into views by unfused name; one view if it is not fused."""
+    for fused, parts in FUSED_LINEARS.items():
+        if f".{fused}." in name:
+            features = config.qkv_features if fused == "attention.wqkv" else [config.mlp_width] * 2
+            names = [name.replace(fused, part) for part in parts]
+            return list(zip(names, tensor.split(features), strict=True))
     return [(name, tensor)]

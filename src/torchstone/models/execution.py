@@ -1,91 +1,109 @@
-"""How a decoder runs: what it keeps for the backward pass, and what is compiled. Neither changes its numbers' meaning.
+"""How a decoder runs: activation checkpointing and torch.compile. Neither changes what it computes.
 
-Activation checkpointing, per block:
-- full keeps a block's input alone and computes the block again: about a third more work, least memory;
-- selective keeps the results of attention and of every second matrix product, which are what is dear to compute again,
-  and recomputes the rest: norms, rotations, activations, the other products.
+Activation checkpointing (`model.recompute`), per block:
+- full saves a block's input and recomputes the block: about a third more work, least memory;
+- selective saves the outputs of attention and of every second matmul, which are expensive to recompute, and recomputes
+  the rest: norms, rotary, activations, the other matmuls.
 
-Compiling, always without a graph break (torch refuses one):
-- block compiles one block and uses it for all of its kind: seconds to compile, whatever the depth;
-- whole compiles from embedding to logits: the compiler sees more, and takes longer with every layer.
+Compilation (`model.compile`), always with fullgraph=True, so that a graph break is an error:
+- block compiles one block and reuses it for all blocks of its kind, which takes seconds at any depth;
+- whole compiles from the embedding to the last norm, and the head: takes longer with every layer.
 
-A compiled graph is kept for the first shape it meets; the second makes one that takes any. So a run meets at most a few
-compilations for each kind of layer, with and without gradients, and not one a shape.
+Dynamo specialises on the first shape it sees and makes the second graph dynamic. So a run compiles a few graphs for
+each kind of layer, with and without gradients, and not one for each shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchstone.errors import UsageError
-from torchstone.models.decoder import Decoder, Fusion
+from torchstone.models.attention import BackendChoice, KeyValueCache, choose_backend, specialize_floats
+from torchstone.models.decoder import Decoder, DecoderConfig, Fusion, LayerInputs
 
 Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "block", "whole"]
 Implementation = Literal["auto", "native", "fallback"]
-# Kinds of layers x (first shape, any shape) x (training, validation), with room to spare.
+# Kinds of layers x (first shape, any shape) x (training, validation), and some to spare.
 GRAPHS_PER_BLOCK = 32
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is to be run; nothing here changes what it computes."""
+    """How a model is run. Nothing here changes what it computes."""
 
     implementation: Implementation = "auto"
     attention: str = "auto"
-    # Whether rows hold several documents: some kernels are better at that than others.
+    # Whether rows hold several documents: some attention kernels are better at that than others.
     packed: bool = False
     fused: tuple[Fusion, ...] = ()
     recompute: Recompute = "none"
     compile: Compile = "none"
     liger: tuple[str, ...] = ()
     trust_remote_code: bool = False
-    # Ranks that share every matrix, and stages of layers.
     tp: int = 1
     pp: int = 1
 
 
-AS_IT_COMES = Execution()
+DEFAULT_EXECUTION = Execution()
+
+
+def choose_attention(
+    config: DecoderConfig, execution: Execution, device: torch.device, dtype: torch.dtype
+) -> BackendChoice:
+    return choose_backend(
+        execution.attention, execution.packed, config.window, config.attention_softcap, config.head_dim, device, dtype
+    )
 
 
 def check_fallback_execution(execution: Execution) -> None:
-    """Refuses what models that run in Transformers cannot do."""
-    asked = {
-        "recompute selective": execution.recompute == "selective",
-        "compile": execution.compile != "none",
-        "fused": bool(execution.fused),
-    }
-    names = [f"model.{key}" for key, given in asked.items() if given]
+    """Raises UsageError for options that the Transformers fallback does not support."""
     if execution.tp > 1 or execution.pp > 1:
         raise UsageError(
-            "parallel.tp and parallel.pp are for the native decoder, and this model runs in Transformers",
-            "leave them out: parallel.dp_shard and dp_replicate work for both",
+            "parallel.tp and parallel.pp need the native decoder, but this model runs in the Transformers fallback",
+            "leave them out; parallel.dp_shard and parallel.dp_replicate work",
         )
-    if names:
-        verb = "are" if len(names) > 1 else "is"
+    options = {
+        "model.recompute selective": execution.recompute == "selective",
+        "model.compile": execution.compile != "none",
+        "model.fused": bool(execution.fused),
+    }
+    unsupported = ", ".join(name for name, is_set in options.items() if is_set)
+    if unsupported:
         raise UsageError(
-            f"{', '.join(names)} {verb} for the native decoder, and this model runs in Transformers",
-            "leave it out; model.recompute full works in both",
+            f"{unsupported}: only for the native decoder, but this model runs in the Transformers fallback",
+            "leave it out; model.recompute full works",
         )
 
 
-def recompute_activations(decoder: Decoder, how: Recompute) -> None:
+def apply_activation_checkpointing(decoder: Decoder, mode: Recompute) -> None:
+    """Wraps every block in place; call it before `compile_decoder`."""
+    if mode == "none":
+        return
+    context: dict[str, Any] = {"context_fn": _selective_context} if mode == "selective" else {}
     for block in decoder.layers.values():
-        if how == "none":
-            block.recompute = None
-        elif how == "full":
-            block.recompute = partial(checkpoint, use_reentrant=False)
-        else:
-            block.recompute = partial(checkpoint, use_reentrant=False, context_fn=_selective)
+        block.forward = _checkpointed(block.forward, partial(checkpoint, use_reentrant=False, **context))
+
+
+def _checkpointed(forward: Callable[..., Tensor], run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(forward)
+    def checkpointed(x_BTD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None = None) -> Tensor:
+        if torch.is_grad_enabled() and cache is None:
+            return run(forward, x_BTD, inputs)
+        return forward(x_BTD, inputs, cache)
+
+    return checkpointed
 
 
 def check_compiler(device: torch.device) -> None:
-    """On a CPU, torch.compile needs a C++ compiler."""
+    """Raises UsageError if torch.compile lacks the C++ compiler that it needs on a CPU."""
     if device.type != "cpu":
         return
     from torch._inductor import cpp_builder, exc
@@ -94,55 +112,54 @@ def check_compiler(device: torch.device) -> None:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
         raise UsageError(
-            "model.compile needs a C++ compiler on a CPU (g++ or clang++), and there is none",
-            "install one, or leave out model.compile",
+            "model.compile needs a C++ compiler on a CPU, and there is none", "install g++ or leave out model.compile"
         ) from None
 
 
-def compile_model(decoder: Decoder, how: Compile, backend: Any = "inductor") -> None:
-    """In place: names of parameters stay as they are."""
-    if how == "none":
+def compile_decoder(decoder: Decoder, mode: Compile, backend: Any = "inductor") -> None:
+    """Compiles in place: parameter names stay as they are."""
+    if mode == "none":
         return
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_PER_BLOCK)
-    # Floats are a model's constants, never inputs.
-    torch._dynamo.config.specialize_float = True
-    if how == "whole":
-        decoder.run = torch.compile(decoder.run, fullgraph=True, backend=backend)  # type: ignore[method-assign]
-        decoder.features = torch.compile(decoder.features, fullgraph=True, backend=backend)  # type: ignore[method-assign]
+    specialize_floats()
+    compile_ = partial(torch.compile, fullgraph=True, backend=backend)
+    if mode == "whole":
+        decoder.hidden_states = compile_(decoder.hidden_states)  # type: ignore[method-assign]
+        decoder.logits = compile_(decoder.logits)  # type: ignore[method-assign]
         return
     for block in decoder.layers.values():
-        # The forward alone: what FSDP2 does before and after it is no part of a graph.
-        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
+        # Only forward: FSDP2's hooks before and after it are not part of the graph.
+        block.forward = compile_(block.forward)
 
 
-def _selective() -> Any:
-    """A policy for one pass over a block; forward and recomputation each count their own products."""
+def _selective_context() -> Any:
+    """A policy for one pass over a block. Forward and recomputation count their matmuls separately."""
     counts = {False: 0, True: 0}
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in PRODUCTS:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in MATMULS:
             counts[context.is_recompute] += 1
-            keep = counts[context.is_recompute] % 2 == 1
+            save = counts[context.is_recompute] % 2 == 1
         else:
-            keep = operation in ATTENTION
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            save = op in ATTENTION_OPS
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def _operations(*names: str) -> set[Any]:
-    """Those of the named operations that this build of torch has."""
-    found: set[Any] = set()
+def _ops(*names: str) -> set[Any]:
+    """All overloads of the named ops, as far as this build of torch has them."""
+    ops: set[Any] = set()
     for name in names:
-        space, _, operation = name.partition("::")
-        packet = getattr(getattr(torch.ops, space), operation, None)
+        namespace, _, op = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), op, None)
         if packet is not None:
-            found.update(getattr(packet, overload) for overload in packet.overloads())
-    return found
+            ops.update(getattr(packet, overload) for overload in packet.overloads())
+    return ops
 
 
-PRODUCTS = _operations("aten::mm", "aten::addmm", "aten::bmm")
-ATTENTION = _operations(
+MATMULS = _ops("aten::mm", "aten::addmm", "aten::bmm")
+ATTENTION_OPS = _ops(
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

@@ -1,7 +1,7 @@
-"""Text from a decoder: prompts of different lengths at once, with a key/value cache, greedy or sampled.
+"""Batched generation from a decoder with a key/value cache, greedy or sampled.
 
-Prompts are padded on the left so that every row writes its next token in the same column; padding is its own document
-and is never seen.
+Prompts are padded on the left, so that every row writes its next token in the same column. Padding is a separate
+document that no other token attends to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchstone.errors import UsageError
-from torchstone.models.attention import PADDING, KeyValueCache
+from torchstone.models.attention import PADDING_DOC_ID, KeyValueCache
 from torchstone.models.decoder import Decoder
 
 
@@ -25,63 +25,64 @@ def generate(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, up to (and without) the first stop token. Temperature 0 takes the likeliest."""
+    """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy."""
     if any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError("an empty prompt has nothing to continue")
+        raise ValueError("a prompt is empty")
     if decoder.config.learned_positions:
-        # Where the table of positions ends, so does the text.
-        room = decoder.config.max_positions - max(map(len, prompts), default=0)
-        if room < 1:
+        # Generation ends when there are no more position embeddings.
+        positions_left = decoder.config.max_positions - max(map(len, prompts), default=0)
+        if positions_left < 1:
             raise UsageError(f"a prompt fills all of the model's {decoder.config.max_positions} positions")
-        max_new_tokens = min(max_new_tokens, room)
+        max_new_tokens = min(max_new_tokens, positions_left)
     device = decoder.tok_embed.weight.device
-    ids, positions, docs = _left_padded(prompts, device)
+    ids, positions, doc_ids = _left_pad(prompts, device)
     stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     cache = KeyValueCache()
-    text = [(ids, positions, docs)]
+    history = [(ids, positions, doc_ids)]
     columns: list[Tensor] = []
     for _ in range(max_new_tokens):
-        if columns and _turns_otherwise(decoder, positions):
-            # Keys of what was read so far were turned by other angles: read it all again.
+        if columns and _switches_to_long_rope(decoder, positions):
+            # The cached keys were rotated with different frequencies: recompute all of them.
             cache = KeyValueCache()
-            ids, positions, docs = (torch.cat(parts, dim=1) for parts in zip(*text, strict=True))
-        # Every token makes the keys longer by one: compiling would begin anew each time.
+            ids, positions, doc_ids = (torch.cat(parts, dim=1) for parts in zip(*history, strict=True))
+        # Every token makes the keys longer by one, and compiled code would recompile each time.
         with torch.compiler.set_stance("force_eager"):
-            logits = decoder(ids, positions, docs, cache)[:, -1].float()
-        chosen = _choose(logits, temperature, generator)
-        done |= torch.isin(chosen, stops)
-        columns.append(torch.where(done, -1, chosen))
+            logits = decoder(ids, positions, doc_ids, cache)[:, -1].float()
+        tokens = sample_token(logits, temperature, generator)
+        done |= torch.isin(tokens, stops)
+        columns.append(torch.where(done, -1, tokens))
         if bool(done.all()):
             break
-        ids, positions, docs = chosen[:, None], positions[:, -1:] + 1, torch.zeros_like(chosen)[:, None]
-        text.append((ids, positions, docs))
+        ids, positions, doc_ids = tokens[:, None], positions[:, -1:] + 1, torch.zeros_like(tokens)[:, None]
+        history.append((ids, positions, doc_ids))
     if not columns:
         return [[] for _ in prompts]
     return [[token for token in row if token >= 0] for row in torch.stack(columns, dim=1).tolist()]
 
 
-def _turns_otherwise(decoder: Decoder, positions_B1: Tensor) -> bool:
-    """Whether a row has just become longer than longrope's original length, as Transformers' Phi-3 looks for it too."""
+def _switches_to_long_rope(decoder: Decoder, positions_B1: Tensor) -> bool:
+    """Whether a row just became longer than longrope's original length. Transformers' Phi-3 checks the same."""
     ropes = {layer.rope for layer in decoder.config.layers if layer.rope is not None and layer.rope.long_factors}
-    return any(bool((positions_B1 == rope.original_positions).any()) for rope in ropes)
+    return any(bool((positions_B1 == rope.original_max_positions).any()) for rope in ropes)
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """Returns the next token of each row of logits [B, V]."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     probabilities = (logits / temperature).softmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+def _left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
     positions = torch.zeros_like(ids)
-    docs = torch.full_like(ids, PADDING)
+    doc_ids = torch.full_like(ids, PADDING_DOC_ID)
     for row, prompt in enumerate(prompts):
-        start = longest - len(prompt)
+        start = width - len(prompt)
         ids[row, start:] = torch.tensor(list(prompt))
         positions[row, start:] = torch.arange(len(prompt))
-        docs[row, start:] = 0
-    return ids.to(device), positions.to(device), docs.to(device)
+        doc_ids[row, start:] = 0
+    return ids.to(device), positions.to(device), doc_ids.to(device)

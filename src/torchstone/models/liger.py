@@ -1,22 +1,22 @@
-"""Liger's Triton kernels, where installed and useful: parts of a model that run as one kernel instead of several.
+"""Liger's Triton kernels, where installed and useful.
 
-| kernel | what runs as one | what it saves | where not |
+| kernel | computes in one kernel | saves | not for |
 |---|---|---|---|
-| norm | an RMS norm | its fp32 copies; keeps its input and one number a token | layer norms |
-| rope | turning queries and keys | three of five passes over them | heads that turn in part; no rotary positions |
-| mlp | act(gate) * up | the activation, computed again from gate in the backward pass | not gated; other activations |
-| loss | head and cross-entropy (loss/fused.py) | the logits and their copies | a vocabulary no larger than the width |
+| norm | RMSNorm | its fp32 copies | layer norms |
+| rope | rotary of queries and keys | three of five passes over them | partial rotary; models without RoPE |
+| mlp | activation(gate) * up | the activation, recomputed in the backward pass | ungated MLPs, other activations |
+| loss | head and cross-entropy (loss/fused.py) | the logits and their copies | a vocabulary not larger than the width |
 
-All but the loss are what torch.compile does by itself, and would break its graphs: with model.compile only the loss is
-left. None of it runs without a CUDA device. What a kernel computes is what decoder.py computes, roundings in bf16 but
-for the last digit included; nothing is taken that is not.
+torch.compile fuses all but the loss by itself, and Liger's kernels would break its graphs, so with model.compile only
+the loss is used. All kernels need a CUDA device. A kernel computes the same as decoder.py up to bf16 rounding; kernels
+that do not are not used.
 
-Liger works in place where it can, which is not always right: a norm would overwrite a gradient that the residual stream
-still needs, and rope would turn queries that selective recomputation keeps and turns again. Both work on copies here.
+Liger works in place where it can, which is not always right: a norm would overwrite a gradient that the residual
+stream still needs, and rope would rotate queries that selective activation checkpointing keeps. Neither happens here.
 
-Nothing global is changed. A decoder gets its kernels by attributes of its parts. Liger's own patch of a Transformers
-model also exchanges classes in Transformers for all models to come; that is undone, and what it did to the model itself
-is kept only where each exchanged part gives what the original gives.
+Nothing global changes. A decoder gets its kernels as attributes of its modules. Liger's own patch of a Transformers
+model also replaces classes in Transformers for all later models; that is undone, and the patch of the model itself is
+kept only if every patched module computes what the original computes.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from torch import Tensor, nn
 
 from torchstone.errors import UsageError
 from torchstone.loss.fused import fused_loss_sum
-from torchstone.models.decoder import MLP, Attention, Decoder, DecoderConfig, RMSNorm, Tables
+from torchstone.models.decoder import MLP, Attention, Decoder, DecoderConfig, RMSNorm
 from torchstone.models.execution import Compile
+from torchstone.models.rope import CosSin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KERNELS = ("norm", "rope", "mlp", "loss")
-# The first that knows Transformers 5 and sums the head's gradient in fp32.
-OLDEST = (0, 7)
-# A kernel holds a whole row in one block.
-WIDEST = 65536
-# What is added to the weight, and whether it is multiplied before rounding ("gemma") or after ("llama").
-NORMS = {"rms": (0.0, "llama"), "rms_wide": (0.0, "gemma"), "rms_plus_one": (1.0, "gemma")}
-# Names of the same kernels in Liger's patches of Transformers models.
+# The first version that supports Transformers 5 and sums the head's gradient in fp32.
+MIN_VERSION = (0, 7)
+# The kernel holds all features of a token in one block.
+MAX_MLP_WIDTH = 65536
+# The offset of the weight, and whether it multiplies before rounding ("gemma") or after ("llama").
+NORMS = {"rms": (0.0, "llama"), "rms_fp32": (0.0, "gemma"), "rms_plus_one": (1.0, "gemma")}
+# The names of these kernels in Liger's patch functions for Transformers models.
 PATCHES = {"norm": ("rms_norm",), "mlp": ("swiglu", "geglu")}
-# How far an exchanged part may be from the original, by norm of the difference over norm.
-SAME = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# The tolerated difference of a patched module: norm of the difference / norm of the original output.
+PATCH_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class LigerChoice:
-    """Kernels to use; why those, empty where nobody asked."""
+    """The kernels to use, and the reason; an empty reason if none were requested."""
 
     kernels: tuple[str, ...] = ()
     reason: str = ""
@@ -69,121 +70,123 @@ class LigerChoice:
 
 
 def choose_liger(
-    wanted: Sequence[str], config: DecoderConfig, compile: Compile, device: torch.device, tp: int = 1
+    requested: Sequence[str], config: DecoderConfig, compile: Compile, device: torch.device, tp: int = 1
 ) -> LigerChoice:
-    """The kernels for a decoder on a device, and why; one that was asked for by name and cannot be is refused."""
-    if not wanted:
+    """Returns the kernels for a decoder on a device, and the reason; raises if one requested by name cannot run."""
+    if not requested:
         return LigerChoice()
-    here = _why_not_here(device)
-    why_not = {kernel: here or _why_not(kernel, config, compile) for kernel in KERNELS}
+    unavailable = _unavailable(device)
+    unsupported_reasons = {kernel: unavailable or _unsupported_reason(kernel, config, compile) for kernel in KERNELS}
     if tp > 1:
-        # They read a parameter that is then no plain tensor.
-        shared = "with parallel.tp its weights are shared out over ranks, which the kernel knows nothing of"
-        why_not |= {kernel: why_not[kernel] or shared for kernel in ("norm", "loss")}
-    _refuse_named(wanted, why_not)
-    if "loss" not in wanted and why_not["loss"] is None and config.vocab_size <= config.width:
-        why_not["loss"] = "the vocabulary is no larger than the width"
-    return _chosen(wanted, why_not)
+        # These kernels read a parameter, which is then a DTensor.
+        sharded = "with parallel.tp its weights are DTensors, which the kernel does not support"
+        unsupported_reasons |= {kernel: unsupported_reasons[kernel] or sharded for kernel in ("norm", "loss")}
+    _check_requested(requested, unsupported_reasons)
+    if "loss" not in requested and unsupported_reasons["loss"] is None and config.vocab_size <= config.width:
+        unsupported_reasons["loss"] = "the vocabulary is not larger than the width"
+    return _choose(requested, unsupported_reasons)
 
 
 def apply_liger(decoder: Decoder, kernels: Sequence[str]) -> None:
-    """In place, and for this decoder alone."""
+    """Sets the kernels of this decoder, in place; other decoders do not change."""
     config = decoder.config
     for part in decoder.modules():
         if "norm" in kernels and isinstance(part, RMSNorm):
-            part.kernel = _norm(part)
+            part.kernel = _norm_kernel(part)
         elif "rope" in kernels and isinstance(part, Attention):
-            part.turn_kernel = _turn
+            part.rotary_kernel = _rotary
         elif "mlp" in kernels and isinstance(part, MLP):
-            part.kernel = _gated(config.activation)
+            part.kernel = _gated_kernel(config.activation)
     if "loss" in kernels:
         decoder.fused_loss = partial(fused_loss_sum, softcap=config.logit_softcap, divisor=config.logit_divisor)
 
 
-def apply_liger_to_fallback(hf: PreTrainedModel, wanted: Sequence[str]) -> LigerChoice:
-    """Liger's patch of this one Transformers model, as far as it is a patch of one model and computes the same."""
-    if not wanted:
+def apply_liger_to_fallback(hf: PreTrainedModel, requested: Sequence[str]) -> LigerChoice:
+    """Applies Liger's patch to this one Transformers model, if the patched modules compute the same results."""
+    if not requested:
         return LigerChoice()
-    here = _why_not_here(hf.device)
-    why_not: dict[str, str | None] = {
-        "norm": here,
-        "rope": here or "Liger exchanges it for all models of Transformers, not for one",
-        "mlp": here,
-        "loss": here or "a model that runs in Transformers gives its logits",
+    unavailable = _unavailable(hf.device)
+    unsupported_reasons: dict[str, str | None] = {
+        "norm": unavailable,
+        "rope": unavailable or "Liger can replace it only for all Transformers models at once",
+        "mlp": unavailable,
+        "loss": unavailable or "the Transformers fallback computes all logits",
     }
     for kernel in PATCHES:
-        if why_not[kernel] is None and ("auto" in wanted or kernel in wanted):
-            why_not[kernel] = _patched(hf, kernel)
-    _refuse_named(wanted, why_not)
-    return _chosen(wanted, why_not)
+        if unsupported_reasons[kernel] is None and ("auto" in requested or kernel in requested):
+            unsupported_reasons[kernel] = _patch(hf, kernel)
+    _check_requested(requested, unsupported_reasons)
+    return _choose(requested, unsupported_reasons)
 
 
-def _refuse_named(wanted: Sequence[str], why_not: dict[str, str | None]) -> None:
+def _check_requested(requested: Sequence[str], unsupported_reasons: dict[str, str | None]) -> None:
     for kernel in KERNELS:
-        if kernel in wanted and why_not[kernel] is not None:
-            able = [name for name, reason in why_not.items() if reason is None]
-            hint = f"what works here: auto, {', '.join(able)}" if able else "leave model.liger out"
-            raise UsageError(f"model.liger {kernel}: {why_not[kernel]}", hint)
+        if kernel in requested and unsupported_reasons[kernel] is not None:
+            usable = [name for name, reason in unsupported_reasons.items() if reason is None]
+            hint = f"available here: auto, {', '.join(usable)}" if usable else "leave out model.liger"
+            raise UsageError(f"model.liger {kernel}: {unsupported_reasons[kernel]}", hint)
 
 
-def _chosen(wanted: Sequence[str], why_not: dict[str, str | None]) -> LigerChoice:
-    if "auto" not in wanted:
-        return LigerChoice(tuple(kernel for kernel in KERNELS if kernel in wanted), "as asked for")
-    kernels = tuple(kernel for kernel in KERNELS if why_not[kernel] is None)
-    left_out: dict[str, list[str]] = {}
+def _choose(requested: Sequence[str], unsupported_reasons: dict[str, str | None]) -> LigerChoice:
+    if "auto" not in requested:
+        return LigerChoice(tuple(kernel for kernel in KERNELS if kernel in requested), "as requested")
+    kernels = tuple(kernel for kernel in KERNELS if unsupported_reasons[kernel] is None)
+    by_reason: dict[str, list[str]] = {}
     for kernel in KERNELS:
-        reason = why_not[kernel]
+        reason = unsupported_reasons[kernel]
         if reason is not None:
-            left_out.setdefault(reason, []).append(kernel)
-    if not kernels and len(left_out) == 1:
-        return LigerChoice((), next(iter(left_out)))
-    said = [f"not {', '.join(names)}: {reason}" for reason, names in left_out.items()]
-    return LigerChoice(kernels, "; ".join(said) or "all that there are")
+            by_reason.setdefault(reason, []).append(kernel)
+    if not kernels and len(by_reason) == 1:
+        return LigerChoice((), next(iter(by_reason)))
+    reasons = [f"not {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return LigerChoice(kernels, "; ".join(reasons) or "all kernels")
 
 
-def _why_not_here(device: torch.device) -> str | None:
+def _unavailable(device: torch.device) -> str | None:
     for module, package in (("liger_kernel", "liger-kernel"), ("triton", "triton")):
         if find_spec(module) is None:
             return f"the package {package} is not installed"
-    # A nightly build goes by another name, and is newer than any that is too old.
+    # A nightly build has a different package name, and is recent enough.
     with suppress(PackageNotFoundError):
-        found = version("liger-kernel")
-        if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-            return f"liger-kernel {found} is too old: {'.'.join(map(str, OLDEST))} or later is needed"
+        installed = version("liger-kernel")
+        if tuple(int(part) for part in installed.split(".")[:2]) < MIN_VERSION:
+            return f"liger-kernel {installed} is too old: {'.'.join(map(str, MIN_VERSION))} or later is needed"
     return None if device.type == "cuda" else f"its kernels run on CUDA devices, not on {device.type}"
 
 
-def _why_not(kernel: str, config: DecoderConfig, compile: Compile) -> str | None:
-    """What keeps a kernel from computing its part of this model."""
+def _unsupported_reason(kernel: str, config: DecoderConfig, compile: Compile) -> str | None:
+    """Why a kernel cannot compute its part of this model; None if it can."""
     if kernel == "loss":
         return None
     if kernel == "norm":
-        reason = None if config.norm in NORMS else "this model's norms are layer norms"
+        reason = None if config.norm in NORMS else "the model has layer norms"
     elif kernel == "mlp":
-        reason = _why_not_mlp(config)
+        reason = _mlp_obstacle(config)
     else:
-        reason = _why_not_rope(config)
+        reason = _rope_obstacle(config)
     if reason is None and compile != "none":
-        return "model.compile fuses it by itself, and a kernel would break its graph"
+        return "model.compile fuses it by itself, and the kernel would break its graph"
     return reason
 
 
-def _why_not_mlp(config: DecoderConfig) -> str | None:
+def _mlp_obstacle(config: DecoderConfig) -> str | None:
     if not config.gated:
-        return "this model's MLP is not gated"
+        return "the model's MLP is not gated"
     if config.activation not in ("silu", "gelu_tanh"):
-        return f"it knows silu and gelu_tanh, and this model's MLP has {config.activation}"
-    return None if config.mlp_width <= WIDEST else f"its rows are at most {WIDEST} wide, not {config.mlp_width}"
+        return f"the kernel has silu and gelu_tanh; the model's MLP uses {config.activation}"
+    if config.mlp_width > MAX_MLP_WIDTH:
+        return f"the kernel supports an mlp_width of at most {MAX_MLP_WIDTH}, not {config.mlp_width}"
+    return None
 
 
-def _why_not_rope(config: DecoderConfig) -> str | None:
-    turning = {layer.rope.turning(config.head_size) for layer in config.layers if layer.rope is not None}
-    if not turning:
-        return "this model has no rotary positions"
-    return None if turning == {config.head_size} else "only a part of each head turns"
+def _rope_obstacle(config: DecoderConfig) -> str | None:
+    dims = {layer.rope.rotary_dim(config.head_dim) for layer in config.layers if layer.rope is not None}
+    if not dims:
+        return "the model has no RoPE"
+    return None if dims == {config.head_dim} else "only part of each head rotates"
 
 
-def _norm(part: RMSNorm) -> Callable[[Tensor, Tensor], Tensor]:
+def _norm_kernel(part: RMSNorm) -> Callable[[Tensor, Tensor], Tensor]:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     offset, casting = NORMS[part.kind]
@@ -191,7 +194,7 @@ def _norm(part: RMSNorm) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, weight: LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 
 
-def _gated(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _gated_kernel(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
     if activation == "silu":
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -201,110 +204,108 @@ def _gated(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
     return LigerGELUMulFunction.apply
 
 
-def _turn(q_BHTE: Tensor, k_BKTE: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Each token by its own row of the tables, so documents that share a row keep their own positions; computed in the
-    tables' numbers, and given back in the queries'."""
+def _rotary(q_BHTE: Tensor, k_BKTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+    """Computes in the dtype of cos and sin; returns the dtype of the queries. Packed documents keep their positions."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    cos_BTE, sin_BTE = (table.squeeze(1) for table in tables)
-    return LigerRopeFunction.apply(_token_by_token(q_BHTE), _token_by_token(k_BKTE), cos_BTE, sin_BTE)
+    cos_BTE, sin_BTE = (table.squeeze(1) for table in cos_sin)
+    return LigerRopeFunction.apply(_copy_token_major(q_BHTE), _copy_token_major(k_BKTE), cos_BTE, sin_BTE)
 
 
-def _token_by_token(x_BHTE: Tensor) -> Tensor:
-    """A copy that lies in memory as [B, T, H, E]: the kernel then works on it, and not on what others may keep."""
+def _copy_token_major(x_BHTE: Tensor) -> Tensor:
+    """A copy with the memory layout [B, T, H, E], for the kernel to work on in place."""
     return x_BHTE.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _patched(hf: PreTrainedModel, kernel: str) -> str | None:
-    """Patches the model with one kernel; or leaves it as it was, and says why."""
+def _patch(hf: PreTrainedModel, kernel: str) -> str | None:
+    """Patches the model with one kernel, or leaves it as it was and returns the reason."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     model_type = hf.config.model_type
     patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if patch is None:
-        return f"Liger does not know the model type {model_type}"
+        return f"Liger has no patch for model_type {model_type}"
     switches = [name for name, value in inspect.signature(patch).parameters.items() if isinstance(value.default, bool)]
     settings = {name: name in PATCHES[kernel] for name in switches}
     if not any(settings.values()):
         return f"Liger has no such kernel for {model_type}"
     before = {part: dict(vars(part)) for part in hf.modules()}
     try:
-        with _modelling_code_kept():
+        with _preserved_modeling_code():
             patch(model=hf, **settings)
     except Exception as error:
-        _put_back(before)
+        _restore(before)
         return f"Liger's patch for {model_type} does not fit this model: {type(error).__name__}: {error}"
-    exchanged = [part for part, old in before.items() if vars(part).get("forward") is not old.get("forward")]
-    if not exchanged:
-        _put_back(before)
+    patched = [part for part, old in before.items() if vars(part).get("forward") is not old.get("forward")]
+    if not patched:
+        _restore(before)
         return f"Liger has no such kernel for {model_type}"
-    for part in exchanged:
+    for part in patched:
         if hasattr(part, "in_place"):
             part.in_place = False
-    return _why_not_the_same(hf, {part: before[part] for part in exchanged})
+    return _compare_patched(hf, {part: before[part] for part in patched})
 
 
 @torch.no_grad()
-def _why_not_the_same(hf: PreTrainedModel, originals: dict[nn.Module, dict[str, Any]]) -> str | None:
-    """Runs the original on a few made-up tokens, and each exchanged part on what its original was given there.
+def _compare_patched(hf: PreTrainedModel, originals: dict[nn.Module, dict[str, Any]]) -> str | None:
+    """Compares every patched module with its original on the inputs of a forward pass over a few random tokens.
 
-    Liger's patches go by the name of the model, whatever its config says of activations, and its experts multiply fp32
-    numbers rounded to TF32. The model is left patched
-    where all parts are the same, else as it was.
+    Liger chooses patches by model_type, whatever activation the config has, and its experts multiply fp32
+    in TF32. The model stays patched if all modules agree; otherwise it is restored and the reason returned.
     """
-    exchanged = {part: dict(vars(part)) for part in originals}
+    patched = {part: dict(vars(part)) for part in originals}
     names = {part: name for name, part in hf.named_modules()}
-    seen: dict[nn.Module, tuple[Any, Any, Any]] = {}
+    calls: dict[nn.Module, tuple[Any, Any, Any]] = {}
 
-    def see(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen[part] = (_copied(args), _copied(kwargs), _copied(output))
+    def record(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls[part] = (_clone(args), _clone(kwargs), _clone(output))
 
     modes = {part: part.training for part in hf.modules()}
-    _put_back(originals)
-    hooks = [part.register_forward_hook(see, with_kwargs=True) for part in originals]
+    _restore(originals)
+    hooks = [part.register_forward_hook(record, with_kwargs=True) for part in originals]
     try:
         hf.eval()
-        rows = hf.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(rows, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+        vocab_size = hf.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(vocab_size, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
         hf(input_ids=ids.to(hf.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
         for part, training in modes.items():
             part.training = training
-    _put_back(exchanged)
-    for part, (args, kwargs, wanted) in seen.items():
+    _restore(patched)
+    for part, (args, kwargs, expected) in calls.items():
         try:
-            got = part.forward(*args, **kwargs)
+            output = part.forward(*args, **kwargs)
         except Exception as error:
-            _put_back(originals)
-            return f"Liger's part for {names[part]} fails: {type(error).__name__}: {error}"
-        if not isinstance(wanted, Tensor):
-            got, wanted = got[0], wanted[0]
-        apart = ((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)).item()
-        if not apart <= SAME.get(wanted.dtype, 0.0):
-            _put_back(originals)
-            return f"Liger's part for {names[part]} gives something else than the original ({apart:.1e} apart)"
+            _restore(originals)
+            return f"Liger's {names[part]} fails: {type(error).__name__}: {error}"
+        if not isinstance(expected, Tensor):
+            output, expected = output[0], expected[0]
+        distance = ((output.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+        if not distance <= PATCH_TOLERANCE.get(expected.dtype, 0.0):
+            _restore(originals)
+            return f"Liger's {names[part]} differs from the original by {distance:.1e}"
     return None
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return tuple(_copied(item) for item in value) if isinstance(value, tuple) else value
+        return {key: _clone(item) for key, item in value.items()}
+    return tuple(_clone(item) for item in value) if isinstance(value, tuple) else value
 
 
-def _put_back(attributes: dict[nn.Module, dict[str, Any]]) -> None:
+def _restore(attributes: dict[nn.Module, dict[str, Any]]) -> None:
     for part, values in attributes.items():
         vars(part).clear()
         vars(part).update(values)
 
 
 @contextmanager
-def _modelling_code_kept() -> Iterator[None]:
-    """Whatever is exchanged in Transformers' modelling files meanwhile is put back: other models are not concerned."""
+def _preserved_modeling_code() -> Iterator[None]:
+    """Undoes all changes to Transformers' modeling files on exit, so that other models are not affected."""
     files = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
     before = [(file, dict(vars(file))) for file in files]
     try:

@@ -1,10 +1,10 @@
-"""Rotary positions, in every stretching that Transformers knows, as data.
+"""Rotary position embeddings (RoPE), with the kinds of scaling in `RopeKind`, computed as in Transformers.
 
-Tables are computed from the positions at every call, in fp32, rather than kept as a buffer: a buffer would be rounded
-when the model is cast to bf16 and lost when it is built without memory, and the tables cost nothing next to one layer.
+cos and sin are computed from the positions at every call, in fp32. A buffer would be rounded when the model is cast to
+bf16 and lost when the model is built on the meta device; computing them costs little compared with one layer.
 
-Two kinds (`dynamic`, `longrope`) turn by other angles once a row is longer than the model was first made for. The
-length that counts is the row's own, never the batch's: otherwise a loss would depend on which rows lie together.
+Two kinds (`dynamic`, `longrope`) change their frequencies once a row is longer than the original context. The length
+that counts is the row's own, not the longest of the batch: a loss must not depend on which rows share a batch.
 """
 
 from __future__ import annotations
@@ -17,107 +17,106 @@ import torch
 from torch import Tensor
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+# cos and sin, each [B, 1, T, E].
+CosSin = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The base of the waves, and what `kind` changes in them."""
+    """The parameters of one RoPE; names follow Transformers' `rope_parameters`."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
-    # Share of each head that turns; the rest is left as it is.
-    share: float = 1.0
-    # How much longer than the model was first made for (`original_positions`) a row may be.
+    # Share of each head's dimensions that rotate.
+    partial_rotary_factor: float = 1.0
+    # Scaling over the original context length.
     factor: float = 1.0
-    original_positions: int = 8192
-    # llama3: waves that turn more often than `fast` over the original length are kept, than `slow` stretched;
-    # yarn: the same, counted in turns.
-    slow: float = 1.0
-    fast: float = 4.0
-    # yarn: whether the ends of its ramp are whole dimensions.
-    whole: bool = True
-    # longrope: the stretch of each wave, for rows up to the original length and for longer ones.
+    original_max_positions: int = 8192
+    # llama3: low_freq_factor and high_freq_factor; yarn: beta_slow and beta_fast.
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # yarn: round the ends of the ramp to whole dimensions.
+    truncate: bool = True
+    # longrope: one factor per frequency, for rows up to the original length and for longer ones.
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    # Cosines and sines are multiplied by this (yarn, longrope).
-    magnitude: float = 1.0
+    # yarn, longrope: cos and sin are multiplied by this.
+    attention_factor: float = 1.0
 
-    def turning(self, head_size: int) -> int:
-        """Dimensions of a head that turn."""
-        return int(head_size * self.share)
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate."""
+        return int(head_dim * self.partial_rotary_factor)
 
-    def depends_on_length(self, longest: int) -> bool:
-        """Whether rows of up to `longest` tokens turn by angles that depend on the row's length."""
-        return self.kind in ("dynamic", "longrope") and longest > self.original_positions
+    def depends_on_length(self, max_length: int) -> bool:
+        """Whether the frequencies of rows of up to `max_length` tokens depend on the row's length."""
+        return self.kind in ("dynamic", "longrope") and max_length > self.original_max_positions
 
-    def frequencies(self, head_size: int, positions_BT: Tensor) -> Tensor:
-        """Angle per position, [E/2], or [B, 1, E/2] where it depends on the length of the row."""
-        size, device = self.turning(head_size), positions_BT.device
-        exponents = torch.arange(0, size, 2, dtype=torch.int64).to(device=device, dtype=torch.float) / size
-        waves = self.theta**exponents
+    def inverse_frequencies(self, head_dim: int, positions_BT: Tensor) -> Tensor:
+        """Angle per position: [E/2], or [B, 1, E/2] where it depends on the length of the row."""
+        dim, device = self.rotary_dim(head_dim), positions_BT.device
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float) / dim
+        wavelengths = self.theta**exponents
         if self.kind == "linear":
-            return 1.0 / waves / self.factor
+            return 1.0 / wavelengths / self.factor
         if self.kind == "llama3":
-            return self._llama3(1.0 / waves)
+            return self._llama3(1.0 / wavelengths)
         if self.kind == "yarn":
-            return self._yarn(waves, size)
+            return self._yarn(wavelengths, dim)
         if self.kind == "dynamic":
-            return self._dynamic(exponents, size, positions_BT)
+            return self._dynamic(exponents, dim, positions_BT)
         if self.kind == "longrope":
             long = torch.tensor(self.long_factors, device=device)
             short = torch.tensor(self.short_factors, device=device)
-            is_long = _lengths(positions_BT) > self.original_positions
-            return 1.0 / (torch.where(is_long, long, short) * waves)
-        return 1.0 / waves
+            is_long = _row_lengths(positions_BT) > self.original_max_positions
+            return 1.0 / (torch.where(is_long, long, short) * wavelengths)
+        return 1.0 / wavelengths
 
-    def _llama3(self, frequencies: Tensor) -> Tensor:
-        turns = self.original_positions / (2 * math.pi / frequencies)
-        smooth = (turns - self.slow) / (self.fast - self.slow)
-        # Slow waves are stretched by the factor, fast ones kept, those between interpolated.
-        blended = (1 - smooth) * frequencies / self.factor + smooth * frequencies
-        stretched = torch.where(smooth < 0, frequencies / self.factor, blended)
-        return torch.where(smooth > 1, frequencies, stretched)
+    def _llama3(self, inv_freq: Tensor) -> Tensor:
+        """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
+        rotations = self.original_max_positions / (2 * math.pi / inv_freq)
+        smooth = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blended = (1 - smooth) * inv_freq / self.factor + smooth * inv_freq
+        scaled = torch.where(smooth < 0, inv_freq / self.factor, blended)
+        return torch.where(smooth > 1, inv_freq, scaled)
 
-    def _yarn(self, waves: Tensor, size: int) -> Tensor:
-        def dimension(turns: float) -> float:
-            return size * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+    def _yarn(self, wavelengths: Tensor, dim: int) -> Tensor:
+        def dimension(rotations: float) -> float:
+            return dim * math.log(self.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low, high = dimension(self.fast), dimension(self.slow)
-        if self.whole:
+        low, high = dimension(self.high_freq_factor), dimension(self.low_freq_factor)
+        if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, size - 1)
+        low, high = max(low, 0), min(high, dim - 1)
         width = high - low if high != low else 0.001
-        ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / width).clamp(0, 1).to(waves.device)
-        kept = 1 - ramp
-        return 1.0 / (self.factor * waves) * (1 - kept) + 1.0 / waves * kept
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1).to(wavelengths.device)
+        unscaled = 1 - ramp
+        return 1.0 / (self.factor * wavelengths) * (1 - unscaled) + 1.0 / wavelengths * unscaled
 
-    def _dynamic(self, exponents: Tensor, size: int, positions_BT: Tensor) -> Tensor:
-        lengths = _lengths(positions_BT).clamp(min=self.original_positions)
-        growth = (self.factor * lengths / self.original_positions) - (self.factor - 1)
-        stretched = 1.0 / ((self.theta * growth ** (size / (size - 2))) ** exponents)
-        return torch.where(lengths > self.original_positions, stretched, 1.0 / self.theta**exponents)
-
-
-class Rotary:
-    """Cosines and sines of one batch of positions, ready to turn queries and keys."""
-
-    def __init__(self, rope: Rope, head_size: int, positions_BT: Tensor, dtype: torch.dtype) -> None:
-        angles = positions_BT[..., None].float() * rope.frequencies(head_size, positions_BT)
-        angles_B1TE = torch.cat((angles, angles), dim=-1)[:, None]
-        cos, sin = angles_B1TE.cos(), angles_B1TE.sin()
-        self.tables = ((cos * rope.magnitude).to(dtype), (sin * rope.magnitude).to(dtype))
+    def _dynamic(self, exponents: Tensor, dim: int, positions_BT: Tensor) -> Tensor:
+        lengths = _row_lengths(positions_BT).clamp(min=self.original_max_positions)
+        growth = (self.factor * lengths / self.original_max_positions) - (self.factor - 1)
+        scaled = 1.0 / ((self.theta * growth ** (dim / (dim - 2))) ** exponents)
+        return torch.where(lengths > self.original_max_positions, scaled, 1.0 / self.theta**exponents)
 
 
-def turn(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys [B, H, T, E], turned; dimensions beyond the tables' are left as they are."""
-    cos, sin = tables
-    size = cos.shape[-1]
-    turning, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
-    left, right = turning.chunk(2, dim=-1)
-    turned = (turning * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
-    return turned if rest is None else torch.cat((turned, rest), dim=-1)
+def rotary_cos_sin(rope: Rope, head_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> CosSin:
+    """cos and sin for a batch of positions, computed in fp32 and returned in `dtype`."""
+    angles = positions_BT[..., None].float() * rope.inverse_frequencies(head_dim, positions_BT)
+    angles_B1TE = torch.cat((angles, angles), dim=-1)[:, None]
+    cos, sin = angles_B1TE.cos(), angles_B1TE.sin()
+    return (cos * rope.attention_factor).to(dtype), (sin * rope.attention_factor).to(dtype)
 
 
-def _lengths(positions_BT: Tensor) -> Tensor:
+def apply_rotary(x_BHTE: Tensor, cos_sin: CosSin) -> Tensor:
+    """Rotates queries or keys. Dimensions beyond the rotary ones pass through."""
+    cos, sin = cos_sin
+    dim = cos.shape[-1]
+    x_rot, x_pass = (x_BHTE, None) if dim == x_BHTE.shape[-1] else (x_BHTE[..., :dim], x_BHTE[..., dim:])
+    left, right = x_rot.chunk(2, dim=-1)
+    rotated = (x_rot * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BHTE.dtype)
+    return rotated if x_pass is None else torch.cat((rotated, x_pass), dim=-1)
+
+
+def _row_lengths(positions_BT: Tensor) -> Tensor:
     """[B, 1, 1]"""
     return (positions_BT.amax(dim=1) + 1)[:, None, None]

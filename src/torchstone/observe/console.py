@@ -1,8 +1,8 @@
-"""What a person sees: a line a step, or a progress bar on a terminal; on stderr. And a log that keeps all of it.
+"""The console: a line per step or a progress bar on stderr, and a log file that gets everything.
 
-Where several processes speak, every line says which one: `GPU2:INFO | ...`, so that grep finds a rank's. Lines are
-plain writes, each whole in one, so that those of several ranks do not mix within a line; rich draws the bar alone, and
-is imported for it alone. Neither a terminal that went away nor a full disk under the log ends training.
+Every line of a run has a prefix such as `GPU2:INFO | ...`, so that grep finds the lines of a rank. A line
+is one write, so that lines of several ranks do not mix. rich is imported only for the progress bar.
+Neither a closed terminal nor a full disk under the log ends training.
 """
 
 from __future__ import annotations
@@ -19,51 +19,50 @@ if TYPE_CHECKING:
 
 Level = Literal["INFO", "WARNING"]
 
-# Where there is no bar, work that takes long says so this often.
-LINE_SECONDS = 10.0
-YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"
+# Without a progress bar, long work logs a line this often.
+PROGRESS_SECONDS = 10.0
+YELLOW, RESET = "\x1b[33m", "\x1b[0m"
 
 
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+def format_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def step_line(values: dict[str, Any], total: int | None, eta: str) -> str:
+def step_line(metrics: dict[str, Any], total: int | None, eta: str) -> str:
     line = (
-        f"Step [{values['step']}/{total or '-'}] | Loss: {values['loss']:.4f} | LR: {values['lr']:.2e} | "
-        f"Grad Norm: {values['grad_norm']:.4f} | ETA: {eta} | Tok/s: {values['tok_s']:,.0f}"
+        f"Step [{metrics['step']}/{total or '-'}] | Loss: {metrics['loss']:.4f} | LR: {metrics['lr']:.2e} | "
+        f"Grad Norm: {metrics['grad_norm']:.4f} | ETA: {eta} | Tok/s: {metrics['tok_s']:,.0f}"
     )
-    return line if "val_loss" not in values else f"{line} | Validation loss: {values['val_loss']:.4f}"
+    return line if "val_loss" not in metrics else f"{line} | Validation loss: {metrics['val_loss']:.4f}"
 
 
-def bar_text(values: dict[str, Any], total: int | None, eta: str) -> str:
-    """The same beside a bar, short enough for a terminal of 80 columns."""
+def bar_text(metrics: dict[str, Any], total: int | None, eta: str) -> str:
+    """The text beside the progress bar, short enough for 80 columns."""
     return (
-        f"{values['step']}/{total or '-'}  loss {values['loss']:.4f}  norm {values['grad_norm']:.2f}  "
-        f"{values['tok_s']:,.0f} tok/s  ETA {eta}"
+        f"{metrics['step']}/{total or '-'}  loss {metrics['loss']:.4f}  norm {metrics['grad_norm']:.2f}  "
+        f"{metrics['tok_s']:,.0f} tok/s  ETA {eta}"
     )
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:
     speed = done / max(seconds, 1e-9)
-    left = clock((total - done) / speed) if done else "-"
-    return f"{100 * done / max(1, total):.0f} % of {total / 1e6:,.0f} MB, {speed / 1e6:,.1f} MB/s, ETA {left}"
+    eta = format_time((total - done) / speed) if done else "-"
+    return f"{100 * done / max(1, total):.0f} % of {total / 1e6:,.0f} MB, {speed / 1e6:,.1f} MB/s, ETA {eta}"
 
 
-def as_lines(text: str, level: Level, label: int | None) -> str:
-    """`text` as it is printed: with the prefix of its rank on every line, where there is one."""
+def add_prefix(text: str, level: Level, label: int | None) -> str:
+    """`text` as it is printed: with the prefix of its rank on every line, if there is a label."""
     if label is None:
         return f"warning: {text}\n" if level == "WARNING" else f"{text}\n"
     return "".join(f"GPU{label}:{level} | {line}\n" for line in text.rstrip("\n").split("\n"))
 
 
 class Console:
-    """`say` is for things that happen once; `step` for every step. Style `none` is for ranks that others speak for.
+    """Prints to `terminal` (by default stderr) in a style: `bar`, `lines`, `quiet` (warnings only) or `none`.
 
-    `label` is the number that lines are prefixed with. People look at `terminal`, by default the stderr of the moment;
-    `log`, an open file, gets everything as lines, whatever the style and the interval.
+    `label` is the number in the prefix of lines. `log`, an open file, gets every line, whatever the style.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Console:
         terminal: TextIO | None = None,
         log: TextIO | None = None,
     ) -> None:
-        self._given, self._log = terminal, log
+        self._terminal, self._log_file = terminal, log
         self.style = ("bar" if _is_terminal(self.terminal) else "lines") if style == "auto" else style
         self.log_every, self.label = log_every, label
         self._bar: Progress | None = None
@@ -84,31 +83,31 @@ class Console:
 
     @property
     def terminal(self) -> TextIO:
-        return self._given or sys.stderr
+        return self._terminal or sys.stderr
 
-    def say(self, text: str) -> None:
-        self.record(text, "INFO")
+    def info(self, text: str) -> None:
+        self.log(text, "INFO")
         if self.style not in ("quiet", "none"):
-            self._show(text, "INFO")
+            self._print(text, "INFO")
 
     def warn(self, text: str) -> None:
-        self.record(text, "WARNING")
+        self.log(text, "WARNING")
         if self.style != "none":
-            self._show(text, "WARNING")
+            self._print(text, "WARNING")
 
-    def record(self, text: str, level: Level = "INFO") -> None:
-        """Into the log alone."""
-        if self._log is None:
+    def log(self, text: str, level: Level = "INFO") -> None:
+        """Writes to the log file only."""
+        if self._log_file is None:
             return
         try:
-            _write(self._log, as_lines(text, level, self.label))
+            _write(self._log_file, add_prefix(text, level, self.label))
         except (OSError, ValueError) as error:
-            log, self._log = self._log, None
-            # What it still holds would raise again wherever it is closed.
+            file, self._log_file = self._log_file, None
+            # Its buffer would raise again when it is closed later.
             with suppress(OSError, ValueError):
-                log.close()
-            name = getattr(log, "name", "the log")
-            self.warn(f"{name} cannot be written to any more ({error}): training goes on without it")
+                file.close()
+            name = getattr(file, "name", "the log file")
+            self.warn(f"cannot write to {name} ({error}); training continues without it")
 
     def begin(self, total: int | None, done: int) -> None:
         self._total = total
@@ -119,80 +118,80 @@ class Console:
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """For work of `total` bytes: a function to call with those done and a note. A bar, or a line now and then."""
-        began = last = time.monotonic()
+        """For work of `total` bytes: yields update(bytes_done, note). Shows a bar, or a line every few seconds."""
+        started = last_line = time.monotonic()
 
-        def line(done: int, note: str) -> None:
-            nonlocal last
+        def print_progress(done: int, note: str) -> None:
+            nonlocal last_line
             now = time.monotonic()
-            if now - last >= LINE_SECONDS:
-                last = now
-                text = f"{title}: {progress_text(done, total, now - began)}, {note}"
-                self.record(text, "INFO")
+            if now - last_line >= PROGRESS_SECONDS:
+                last_line = now
+                text = f"{title}: {progress_text(done, total, now - started)}, {note}"
+                self.log(text, "INFO")
                 if self.style == "lines":
-                    self._show(text, "INFO")
+                    self._print(text, "INFO")
 
         if self.style != "bar":
-            yield line
+            yield print_progress
             return
         with self._new_bar(title) as bar:
             task = bar.add_task("", total=total, state="")
 
-            def draw(done: int, note: str) -> None:
-                state = f"{progress_text(done, total, time.monotonic() - began)}, {note}"
+            def update_bar(done: int, note: str) -> None:
+                state = f"{progress_text(done, total, time.monotonic() - started)}, {note}"
                 bar.update(task, completed=done, state=state)
-                line(done, note)
+                print_progress(done, note)
 
-            yield draw
+            yield update_bar
 
-    def step(self, values: dict[str, Any], seconds_left: float | None = None) -> None:
-        eta = "-" if seconds_left is None else clock(seconds_left)
-        text = step_line(values, self._total, eta)
-        tagged = text if self.label is None else f"[GPU {self.label}] {text}"
-        self.record(tagged, "INFO")
+    def step(self, metrics: dict[str, Any], seconds_left: float | None = None) -> None:
+        eta = "-" if seconds_left is None else format_time(seconds_left)
+        text = step_line(metrics, self._total, eta)
+        labeled = text if self.label is None else f"[GPU {self.label}] {text}"
+        self.log(labeled, "INFO")
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=values["step"], state=bar_text(values, self._total, eta))
-            if "val_loss" in values:
-                self._show(text, "INFO")
-        elif self.style == "lines" and self._due(values):
-            self._show(tagged, "INFO")
+            self._bar.update(self._task, completed=metrics["step"], state=bar_text(metrics, self._total, eta))
+            if "val_loss" in metrics:
+                self._print(text, "INFO")
+        elif self.style == "lines" and self._is_printed(metrics):
+            self._print(labeled, "INFO")
 
     def end(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _due(self, values: dict[str, Any]) -> bool:
-        step = values["step"]
-        return step == 1 or step % self.log_every == 0 or step == self._total or "val_loss" in values
+    def _is_printed(self, metrics: dict[str, Any]) -> bool:
+        step = metrics["step"]
+        return step == 1 or step % self.log_every == 0 or step == self._total or "val_loss" in metrics
 
-    def _show(self, text: str, level: Level) -> None:
-        printed = as_lines(text, level, None if self.style == "bar" else self.label).removesuffix("\n")
+    def _print(self, text: str, level: Level) -> None:
+        text = add_prefix(text, level, None if self.style == "bar" else self.label).removesuffix("\n")
         try:
             if self._bar is not None:
-                # Above the bar, which only the one that draws it can do.
-                self._bar.console.print(printed, markup=False, style="yellow" if level == "WARNING" else None)
-            elif level == "WARNING" and _is_coloured(self.terminal):
-                _write(self.terminal, f"{YELLOW}{printed}{PLAIN}\n")
+                # Only rich can print above its bar.
+                self._bar.console.print(text, markup=False, style="yellow" if level == "WARNING" else None)
+            elif level == "WARNING" and _has_colors(self.terminal):
+                _write(self.terminal, f"{YELLOW}{text}{RESET}\n")
             else:
-                _write(self.terminal, f"{printed}\n")
+                _write(self.terminal, f"{text}\n")
         except (OSError, ValueError) as error:
             self.style = "none"
             with suppress(OSError, ValueError):
                 self.end()
-            self.record(f"the terminal cannot be written to any more ({error}): only this log goes on", "WARNING")
+            self.log(f"cannot write to the terminal ({error}); only this log continues", "WARNING")
 
     def _new_bar(self, title: str = "") -> Progress:
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, Progress, TextColumn
 
-        screen = RichConsole(file=self._given, stderr=True, highlight=False, soft_wrap=True)
+        screen = RichConsole(file=self._terminal, stderr=True, highlight=False, soft_wrap=True)
         columns = [BarColumn(bar_width=16), TextColumn("{task.fields[state]}", markup=False)]
         return Progress(*([TextColumn(title, markup=False)] if title else []), *columns, console=screen)
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """One write a text. Names of files may have bytes that no encoding can show."""
+    """Writes `text` in one call. Characters that the stream cannot encode are escaped."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
@@ -205,5 +204,5 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def _is_coloured(stream: TextIO) -> bool:
+def _has_colors(stream: TextIO) -> bool:
     return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

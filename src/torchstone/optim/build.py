@@ -1,4 +1,4 @@
-"""AdamW over groups of parameters: which decay and which do not."""
+"""AdamW with two parameter groups: with and without weight decay."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from torch import nn
 
 from torchstone.config.schema import OptimConfig
 
-# Of the native decoder; a tied head is the embedding.
-NATIVE_ROLES = {"tok_embed.weight": "embed", "pos_embed.weight": "embed", "head.weight": "head"}
 
-
-def kind_of(name: str, parameter: nn.Parameter, roles: Mapping[str, str]) -> str:
-    """One of the kinds that `optim.no_decay` names; `roles` says which parameters are embeddings and which the head."""
+def parameter_kind(name: str, parameter: nn.Parameter, roles: Mapping[str, str]) -> str:
+    """One of the kinds of `optim.no_decay`. `roles` says which parameters are embeddings and which are the head."""
     if name.endswith("bias"):
         return "bias"
     if parameter.dim() == 1:
@@ -23,15 +20,15 @@ def kind_of(name: str, parameter: nn.Parameter, roles: Mapping[str, str]) -> str
 
 
 def build_optimizer(
-    named: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig, roles: Mapping[str, str] = NATIVE_ROLES
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig, roles: Mapping[str, str]
 ) -> torch.optim.AdamW:
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
-    for name, parameter in named:
-        (kept if kind_of(name, parameter, roles) in optim.no_decay else decayed).append(parameter)
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        (no_decay if parameter_kind(name, parameter, roles) in optim.no_decay else decay).append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": decay, "weight_decay": optim.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -1,107 +1,181 @@
-"""A model shared out over the ranks of a layout: stages, then matrices, then FSDP2, and only then memory.
+"""Builds a model in its parallel layout: pipeline stages, tensor parallelism, FSDP2, then allocation.
 
-Everything is laid out without memory first; each rank then makes room for its own part, and fills it with its slices of
-the files. So no rank ever holds, or reads, more than it keeps. Models that run in Transformers are the exception: every
-rank loads them whole and then shards them, by their own layers.
+Everything is built on the meta device first. Each rank then allocates its own shards and fills them from a
+`TensorSource`: files, another layout's checkpoint, or a seed. So no rank reads or keeps more than its own shards. The
+Transformers fallback is the exception: every rank loads the whole model and then shards it by its own blocks.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchstone.config.schema import ParallelConfig, stages_per_rank
 from torchstone.models.attention import Backend
-from torchstone.models.decoder import Decoder, DecoderConfig, Fusion
-from torchstone.models.execution import Execution, check_fallback_execution
-from torchstone.models.fallback import Fallback
-from torchstone.models.model import Model
-from torchstone.models.opening import Builder
-from torchstone.parallel.mesh import Layout, Place
-from torchstone.parallel.pipeline import Pipeline, Stage, split_layers, stages_of
-from torchstone.parallel.running import Runner, micro_loss
-from torchstone.parallel.shard import COMPUTED_IN, KEPT_IN, Precision, policy, shard_module
-from torchstone.parallel.tensor import check_tensor, share_matrices, shares_key_values
+from torchstone.models.decoder import Decoder, DecoderConfig, Fusion, init_tensor
+from torchstone.models.execution import DEFAULT_EXECUTION, Execution, check_fallback_execution, choose_attention
+from torchstone.models.fallback.module import Fallback
+from torchstone.models.families import FAMILIES
+from torchstone.models.model import Model, NativeModel
+from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.mesh import ParallelContext, ParallelDims
+from torchstone.parallel.pipeline import Pipeline, StageModule, split_layers, stage_indices
+from torchstone.parallel.runner import Runner, micro_batch_loss
+from torchstone.parallel.shard import COMPUTE_DTYPE, PARAM_DTYPE, Precision, apply_fsdp, mixed_precision_policy
+from torchstone.parallel.tensor import apply_tensor_parallel, check_tp, shards_kv_heads
 
 
-class SharedBuilder(Builder):
-    """Builds what belongs on this rank. `roots` are then FSDP2's root modules, `stages` those of the pipeline."""
+class ModelBuilder:
+    """Allocates a model's parameters: unsharded, on one device."""
 
-    def __init__(self, place: Place, parallel: ParallelConfig, precision: Precision, device: torch.device) -> None:
-        super().__init__(device, KEPT_IN[precision])
-        self.place, self.parallel, self.precision = place, parallel, precision
-        self.roots: list[nn.Module] = []
-        self.stages: dict[int, Stage] = {}
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.notes: list[str] = []
 
-    def decoders(self, config: DecoderConfig, backend: Backend, fused: tuple[Fusion, ...]) -> list[Decoder]:
-        layout = self.place.layout
-        ranges = check_shape(config, layout, self.parallel)
-        total = len(ranges)
-        fused = self._possible(config, fused)
-        self._tell(ranges)
-        found = []
-        for index in stages_of(self.place.on("pp"), layout.pp, total):
+    def build_decoders(self, config: DecoderConfig, backend: Backend, fused: tuple[Fusion, ...]) -> list[Decoder]:
+        """The decoders of this process, with uninitialised parameters."""
+        with torch.device("meta"):
+            decoder = Decoder(config, backend, fused).to(self.dtype)
+        decoder.to_empty(device=self.device)
+        decoder.tie_weights()
+        return [decoder]
+
+    def shard_fallback(self, module: Fallback) -> None:
+        """Shards a loaded Transformers model, in place."""
+
+
+class ShardedModelBuilder(ModelBuilder):
+    """Builds this rank's part of a model. Afterwards `fsdp_roots` and `stages` hold its modules."""
+
+    def __init__(
+        self, ctx: ParallelContext, parallel: ParallelConfig, precision: Precision, device: torch.device
+    ) -> None:
+        super().__init__(device, PARAM_DTYPE[precision])
+        self.ctx, self.parallel, self.precision = ctx, parallel, precision
+        self.fsdp_roots: list[nn.Module] = []
+        self.stages: dict[int, StageModule] = {}
+
+    def build_decoders(self, config: DecoderConfig, backend: Backend, fused: tuple[Fusion, ...]) -> list[Decoder]:
+        dims = self.ctx.dims
+        layer_ranges = stage_layer_ranges(config, dims, self.parallel)
+        fused = self._supported_fusions(config, fused)
+        if len(layer_ranges) > 1:
+            sizes = ", ".join(str(len(layers)) for layers in layer_ranges)
+            self.notes.append(f"pipeline: {self.parallel.schedule}, {len(layer_ranges)} stages of {sizes} layers")
+        decoders = []
+        for index in stage_indices(self.ctx.pp_rank, dims.pp, len(layer_ranges)):
             with torch.device("meta"):
-                decoder = Decoder(config, backend, fused, ranges[index]).to(self.dtype)
-            if layout.pp > 1:
-                self.stages[index] = Stage(decoder, micro_loss)
-            self._lay_out(decoder, self.stages.get(index, decoder))
-            found.append(decoder)
-        return found
+                decoder = Decoder(config, backend, fused, layer_ranges[index]).to(self.dtype)
+            if dims.pp > 1:
+                self.stages[index] = StageModule(decoder, micro_batch_loss)
+            self._parallelize(decoder, self.stages.get(index, decoder))
+            decoders.append(decoder)
+        return decoders
 
-    def fallback(self, module: Fallback) -> None:
-        check_fallback_execution(Execution(tp=self.place.layout.tp, pp=self.place.layout.pp))
-        # Many a model's logits are a view, of which FSDP2 warns; nothing here changes them in place.
+    def shard_fallback(self, module: Fallback) -> None:
+        check_fallback_execution(Execution(tp=self.ctx.dims.tp, pp=self.ctx.dims.pp))
+        # Many models return a view as logits, about which FSDP2 warns; nothing here changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         names = set(module.hf._no_split_modules or ())
         blocks = [part for part in module.modules() if type(part).__name__ in names]
-        shard_module(module, blocks, self.place.data_mesh, self.parallel.zero, policy(self.precision))
-        self.roots.append(module)
-        self.notes.append(f"FSDP2 over {len(blocks)} blocks ({', '.join(sorted(names)) or 'all in one'})")
+        policy = mixed_precision_policy(self.precision)
+        apply_fsdp(module, blocks, self.ctx.dp_mesh, self.parallel.zero, policy)
+        self.fsdp_roots.append(module)
+        self.notes.append(f"FSDP2 over {len(blocks)} blocks ({', '.join(sorted(names)) or 'one unit'})")
 
-    def _lay_out(self, decoder: Decoder, root: nn.Module) -> None:
-        assert self.place.mesh is not None
-        if self.place.layout.tp > 1:
-            share_matrices(decoder, self.place.mesh["tp"], self.parallel.sequence)
-        mixed = policy(self.precision)
-        shard_module(root, decoder.layers.values(), self.place.data_mesh, self.parallel.zero, mixed)
-        decoder.computes_in = COMPUTED_IN[self.precision]
+    def _parallelize(self, decoder: Decoder, root: nn.Module) -> None:
+        assert self.ctx.mesh is not None
+        if self.ctx.dims.tp > 1:
+            apply_tensor_parallel(decoder, self.ctx.mesh["tp"], self.parallel.sequence)
+        policy = mixed_precision_policy(self.precision)
+        apply_fsdp(root, decoder.layers.values(), self.ctx.dp_mesh, self.parallel.zero, policy)
+        decoder.compute_dtype = COMPUTE_DTYPE[self.precision]
         root.to_empty(device=self.device)
-        decoder.tie()
-        self.roots.append(root)
+        decoder.tie_weights()
+        self.fsdp_roots.append(root)
 
-    def _possible(self, config: DecoderConfig, fused: tuple[Fusion, ...]) -> tuple[Fusion, ...]:
-        tp = self.place.layout.tp
-        if "qkv" not in fused or shares_key_values(config, tp):
+    def _supported_fusions(self, config: DecoderConfig, fused: tuple[Fusion, ...]) -> tuple[Fusion, ...]:
+        tp = self.ctx.dims.tp
+        if "qkv" not in fused or shards_kv_heads(config, tp):
             return fused
         self.notes.append(
-            f"model.fused qkv does not run with parallel.tp {tp} and {config.kv_heads} key/value heads, which every "
-            "rank then has whole: queries, keys and values run apart"
+            f"model.fused qkv is off: parallel.tp {tp} does not divide {config.kv_heads} key/value heads, so every "
+            "rank computes all of them"
         )
         return tuple(name for name in fused if name != "qkv")
 
-    def _tell(self, ranges: list[range]) -> None:
-        if len(ranges) > 1:
-            sizes = ", ".join(str(len(layers)) for layers in ranges)
-            self.notes.append(f"pipeline: {self.parallel.schedule}, {len(ranges)} stages of {sizes} layers")
+
+def stage_layer_ranges(config: DecoderConfig, dims: ParallelDims, parallel: ParallelConfig) -> list[range]:
+    """The layers of each pipeline stage. Raises UsageError if the model's sizes do not allow the layout."""
+    check_tp(config, dims.tp)
+    return split_layers(config, dims.pp * stages_per_rank(parallel), parallel.stage_layers)
 
 
-def check_shape(config: DecoderConfig, layout: Layout, parallel: ParallelConfig) -> list[range]:
-    """Refuses a layout that a model's sizes do not allow; the layers of each stage."""
-    check_tensor(config, layout.tp)
-    return split_layers(config, layout.pp * stages_per_rank(parallel), parallel.stage_layers)
+class TensorSource(Protocol):
+    """Anything that has a model's global, unfused tensors: a folder, a checkpoint, a seed."""
+
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
+        """Overwrites `target` with the slice of `name` that starts at `offset` and has the shape of `target`."""
 
 
-def runner_of(model: Model, builder: Builder, packed: bool) -> Runner:
-    """What runs a model that `builder` has built."""
-    if not isinstance(builder, SharedBuilder):
+@torch.no_grad()
+def fill_parameters(decoders: Sequence[Decoder], source: TensorSource) -> None:
+    """Reads this rank's slices of every parameter, and nothing else, from `source`."""
+    for decoder in decoders:
+        for name, parameter in decoder.named_parameters():
+            for shard in local_shards(decoder.config, name, parameter.detach()):
+                source.read_into(shard.name, shard.tensor, shard.offset)
+
+
+class InitialTensors:
+    """A `TensorSource` of initial values. It draws complete tensors, so that they are the same in any layout."""
+
+    def __init__(self, config: DecoderConfig, std: float, seed: int) -> None:
+        self.config, self.std, self.seed = config, std, seed
+        with torch.device("meta"):
+            self.shapes = {name: p.shape for name, p in Decoder(config).unfused_parameters().items()}
+
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
+        tensor = init_tensor(self.config, name, self.shapes[name], self.std, self.seed)
+        target.copy_(tensor[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
+
+
+def build_new_model(
+    hf_config: dict[str, Any],
+    std: float,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    execution: Execution = DEFAULT_EXECUTION,
+    builder: ModelBuilder | None = None,
+) -> NativeModel:
+    """A model of the family and sizes that `hf_config` describes, initialised from `seed`."""
+    family = FAMILIES[hf_config["model_type"]]
+    # Padding is never trained on, so no embedding of a new model needs to be frozen.
+    config = replace(family.decoder_config(hf_config), padding_idx=None)
+    choice = choose_attention(config, execution, device, dtype)
+    builder = builder or ModelBuilder(device, dtype)
+    decoders = builder.build_decoders(config, choice.backend, execution.fused)
+    fill_parameters(decoders, InitialTensors(config, std, seed))
+    notes = [f"attention: {choice.backend} ({choice.reason})", *builder.notes]
+    model = NativeModel(decoders[0], hf_config, notes=notes, family=family, stages=decoders)
+    model.apply_execution(execution)
+    return model
+
+
+def build_runner(model: Model, builder: ModelBuilder, packed: bool) -> Runner:
+    """The runner of a model that `builder` has built."""
+    if not isinstance(builder, ShardedModelBuilder):
         return Runner(model, builder.device, packed)
-    place, parallel, pipeline = builder.place, builder.parallel, None
+    ctx, parallel, pipeline = builder.ctx, builder.parallel, None
     if builder.stages:
-        total = place.layout.pp * stages_per_rank(parallel)
-        shares = place.layout.tp if parallel.sequence else 1
-        interleaved = parallel.schedule == "interleaved"
-        pipeline = Pipeline(builder.stages, total, interleaved, place, builder.device, shares)
-    return Runner(model, builder.device, packed, place, parallel, builder.roots, pipeline)
+        num_stages = ctx.dims.pp * stages_per_rank(parallel)
+        sequence_shards = ctx.dims.tp if parallel.sequence else 1
+        is_interleaved = parallel.schedule == "interleaved"
+        pipeline = Pipeline(builder.stages, num_stages, is_interleaved, ctx, builder.device, sequence_shards)
+    return Runner(model, builder.device, packed, ctx, parallel, builder.fsdp_roots, pipeline)

@@ -1,12 +1,11 @@
-"""How the processes of a run share the work: the sizes of the axes, and where this process stands on them.
+"""The device mesh: the sizes of its dimensions, this process's rank in each, and the collectives between ranks.
 
-Four axes, outermost first: `pp` (stages of the layers), `dp_replicate` (copies of the model), `dp_shard` (pieces of one
-copy, gathered when needed), `tp` (pieces of every matrix). Neighbours on the innermost axis talk most, so `tp` takes
-ranks that lie together. Batches are shared out over the two data axes; ranks that differ in pp or tp alone see the same
-rows.
+Four mesh dimensions, outermost first: `pp` (pipeline stages), `dp_replicate` (replicas of the model), `dp_shard` (FSDP2
+shards of one replica), `tp` (tensor-parallel shards of every matrix). Ranks in the innermost dimension communicate
+most, so `tp` takes neighbouring ranks. The two data-parallel dimensions split the batch; ranks that differ only in pp
+or tp see the same rows.
 
-A run of one process that computes in fp32 or pure bf16 needs none of this, and has no mesh. Mixed precision has one
-path, FSDP2's, on a mesh of one as well.
+A single process that computes in fp32 or pure bf16 has no mesh. Mixed precision uses FSDP2, which needs a mesh of one.
 """
 
 from __future__ import annotations
@@ -29,24 +28,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchstone import post
+from torchstone import heartbeat
 from torchstone.config.schema import ParallelConfig
 from torchstone.errors import UsageError, WorkerError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-# A rank may wait this long for another: as long as reading a large model from a slow disk takes.
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
+# How long a collective may take: one rank may still read a large model from a slow disk.
 TIMEOUT = timedelta(minutes=30)
-# And this long for all to be there: their hosts may have data to prepare.
+# How long to wait for all ranks at the start: their hosts may have data to prepare.
 JOIN_TIMEOUT = timedelta(hours=1)
-# Seconds between two looks at who is there.
-LOOK = 0.05
-# What gloo says when another rank is gone, or does not answer; other backends have types of their own.
-GONE = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+POLL_SECONDS = 0.05
+# What gloo's errors contain if another rank is gone or does not answer; other backends have exception types for it.
+CONNECTION_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The sizes of the axes."""
+class ParallelDims:
+    """The sizes of the mesh dimensions."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -58,36 +56,36 @@ class Layout:
         return self.pp * self.dp_replicate * self.dp_shard * self.tp
 
     @property
-    def data_ranks(self) -> int:
+    def dp(self) -> int:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        named = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return " x ".join(named) or "one process"
+        sizes = [f"{dim} {getattr(self, dim)}" for dim in MESH_DIMS if getattr(self, dim) > 1]
+        return " x ".join(sizes) or "one process"
 
 
-def layout_of(parallel: ParallelConfig, world_size: int) -> Layout:
-    """The axes' sizes for so many processes: those given, and `dp_shard` from what is left of them.
+def resolve_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
+    """Returns the sizes for `world_size` processes. By default `dp_shard` takes all ranks that the other sizes leave.
 
-    Copies are made only where they are asked for: to shard costs a little traffic and saves the memory.
+    `dp_replicate` stays 1 unless it is set: sharding costs a little traffic and saves memory.
     """
-    given = {axis: getattr(parallel, axis) for axis in AXES}
-    fixed = math.prod(size for size in given.values() if size is not None)
-    words = " x ".join(f"{axis} {size}" for axis, size in given.items() if size is not None and size > 1) or "1"
-    if world_size % fixed or (given["dp_shard"] is not None and fixed != world_size):
+    sizes = {dim: getattr(parallel, dim) for dim in MESH_DIMS}
+    product = math.prod(size for size in sizes.values() if size is not None)
+    text = " x ".join(f"{dim} {size}" for dim, size in sizes.items() if size is not None and size > 1) or "1"
+    if world_size % product or (sizes["dp_shard"] is not None and product != world_size):
         raise UsageError(
-            f"the parallel sizes do not fit {world_size} process{'es' if world_size > 1 else ''}: {words} = {fixed}",
-            _sizes_that_fit(given, fixed, world_size),
+            f"the parallel sizes do not fit {world_size} process{'es' if world_size > 1 else ''}: {text} = {product}",
+            _suggest_sizes(sizes, product, world_size),
         )
-    given["dp_shard"] = given["dp_shard"] or world_size // fixed
-    return Layout(**given)
+    sizes["dp_shard"] = sizes["dp_shard"] or world_size // product
+    return ParallelDims(**sizes)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands. Without a mesh it is alone."""
+class ParallelContext:
+    """This process's ranks in the mesh, and collectives over all ranks. `mesh` may be None in a single process."""
 
-    layout: Layout = Layout()
+    dims: ParallelDims = ParallelDims()
     rank: int = 0
     mesh: DeviceMesh | None = None
 
@@ -96,178 +94,195 @@ class Place:
         return self.rank == 0
 
     @property
-    def data_ranks(self) -> int:
-        return self.layout.data_ranks
+    def world_size(self) -> int:
+        return self.dims.world_size
 
     @property
-    def data_rank(self) -> int:
-        return self.on("dp_replicate") * self.layout.dp_shard + self.on("dp_shard")
+    def tp_rank(self) -> int:
+        return self._rank_in("tp")
 
-    def on(self, axis: str) -> int:
-        """This process's number on an axis."""
-        return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
+    @property
+    def pp_rank(self) -> int:
+        return self._rank_in("pp")
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's index among the `dims.dp` data-parallel ranks."""
+        return self._rank_in("dp_replicate") * self.dims.dp_shard + self._rank_in("dp_shard")
 
     @cached_property
-    def data_mesh(self) -> DeviceMesh:
-        """Of FSDP2: copies by pieces, or pieces alone."""
+    def dp_mesh(self) -> DeviceMesh:
+        """The mesh of FSDP2: shards, or replicas x shards."""
         assert self.mesh is not None
-        return self.mesh["dp_shard"] if self.layout.dp_replicate == 1 else self.mesh["dp_replicate", "dp_shard"]
+        return self.mesh["dp_shard"] if self.dims.dp_replicate == 1 else self.mesh["dp_replicate", "dp_shard"]
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum of each rank's `values`, the same bits on all."""
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sums in place over all ranks; the result is bit-identical on all of them."""
         if self.mesh is not None:
-            with post.HERE.waiting():
+            with heartbeat.waiting_for_ranks():
                 dist.all_reduce(values)
         return values
 
-    def agree(self, value: int) -> int:
-        """The largest of the ranks' numbers."""
+    def all_reduce_max(self, value: int) -> int:
         if self.mesh is None:
             return value
-        # On the CPU: a device need not be waited for.
-        number = torch.tensor([value])
-        with post.HERE.waiting():
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        return int(number.item())
+        # On the CPU, so that no rank waits for its device.
+        tensor = torch.tensor([value])
+        with heartbeat.waiting_for_ranks():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor.item())
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order; small things, pickled."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order. Values are pickled, so keep them small."""
         if self.mesh is None:
             return [value]
-        found: list[Any] = [None] * self.layout.world_size
-        with post.HERE.waiting():
-            dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.world_size
+        with heartbeat.waiting_for_ranks():
+            dist.all_gather_object(values, value)
+        return values
 
-    def wait(self) -> None:
-        self.agree(0)
+    def barrier(self) -> None:
+        self.all_reduce_max(0)
 
-    def together(self, error: Exception | None) -> None:
-        """An error on one rank becomes one on all, so that none waits for a rank that has given up."""
-        errors = [(rank, found) for rank, found in enumerate(self.gather(error)) if found is not None]
+    def raise_on_all_ranks(self, error: Exception | None) -> None:
+        """Raises the error of the lowest failed rank on all ranks, so that none waits for a rank that gave up."""
+        errors = [other for other in self.all_gather_object(error) if other is not None]
         if errors:
-            raise errors[0][1]
+            raise errors[0]
+
+    def _rank_in(self, dim: str) -> int:
+        return 0 if self.mesh is None else self.mesh[dim].get_local_rank()
 
 
-ALONE = Place()
+SINGLE_PROCESS = ParallelContext()
 
 
 @contextmanager
-def opened(
+def init_distributed(
     parallel: ParallelConfig,
     device: torch.device,
-    mixed: bool,
+    mixed_precision: bool,
     timeout: timedelta = TIMEOUT,
     join_timeout: timedelta = JOIN_TIMEOUT,
-) -> Iterator[Place]:
-    """This process's place among those that a launcher has started. An answer may take `timeout`, the start of the
-    others `join_timeout`."""
+) -> Iterator[ParallelContext]:
+    """Joins the process group that RANK, WORLD_SIZE, ... describe, and builds the mesh.
+
+    A collective may take `timeout`; all ranks must join within `join_timeout`.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    layout = layout_of(parallel, world_size)
-    if world_size == 1 and not mixed:
-        yield ALONE
+    dims = resolve_dims(parallel, world_size)
+    if world_size == 1 and not mixed_precision:
+        yield SINGLE_PROCESS
         return
-    begun = not dist.is_initialized()
-    if begun:
-        _begin(world_size, device, timeout, join_timeout)
-    sizes = tuple(getattr(layout, axis) for axis in AXES)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    is_new_group = not dist.is_initialized()
+    if is_new_group:
+        _init_process_group(world_size, device, timeout, join_timeout)
+    sizes = tuple(getattr(dims, dim) for dim in MESH_DIMS)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_DIMS)
     try:
-        yield Place(layout, dist.get_rank(), mesh)
+        yield ParallelContext(dims, dist.get_rank(), mesh)
     finally:
-        # Among several it stays, for the next run of these processes: to meet again they would need another port.
-        if begun and world_size == 1:
+        # A group of several ranks stays open for the next run in these processes: a new group would need a new port.
+        if is_new_group and world_size == 1:
             dist.destroy_process_group()
-    if begun and world_size > 1:
+    if is_new_group and world_size > 1:
         atexit.register(dist.destroy_process_group)
 
 
 @contextmanager
-def contact() -> Iterator[None]:
-    """A rank that is gone, or a network, becomes an error for people: what failed is to be looked for elsewhere."""
+def translate_comm_errors() -> Iterator[None]:
+    """Turns a lost connection to another rank into a WorkerError: the cause is in another rank's log."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if not isinstance(error, dist.DistError) and not any(mark in text for mark in GONE):
+        if not isinstance(error, dist.DistError) and not any(fragment in text for fragment in CONNECTION_LOST):
             raise
-        said = text.strip().splitlines()[0].split(". ")[0] if text.strip() else type(error).__name__
+        reason = text.strip().splitlines()[0].split(". ")[0] if text.strip() else type(error).__name__
         raise WorkerError(
-            f"lost contact with the other ranks: {said}",
-            "another rank has failed (its own log says why), does not answer, or the network is gone",
+            f"lost the connection to the other ranks: {reason}",
+            "another rank failed (see its log), does not answer, or the network is down",
         ) from error
 
 
-def is_worker() -> bool:
-    """Whether somebody has started this process as one of several."""
+def is_distributed() -> bool:
+    """Whether this process was started as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def local_rank() -> int:
-    """This process's number on its machine, and so which of its devices is meant."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _begin(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:
+def _init_process_group(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank, store = 0, dist.HashStore()
     if world_size > 1:
-        store, rank, _ = next(dist.rendezvous("env://", timeout=join_timeout))
-        store = dist.PrefixStore(_meet(store, rank, world_size, join_timeout), store)
+        rank, store = int(os.environ["RANK"]), _open_store(join_timeout)
+        store = dist.PrefixStore(_agree_on_prefix(store, rank, world_size, join_timeout), store)
         store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """The name of this start of the group, once all ranks are there; or an error that says who is not.
+def _open_store(timeout: timedelta) -> dist.Store:
+    """Our launcher's file store on one node, which needs no open port; otherwise torchrun's store."""
+    # A launch that this process starts must not use the same file.
+    path = os.environ.pop(heartbeat.STORE_VARIABLE, None)
+    if path:
+        return dist.FileStore(path)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
 
-    An agent that starts workers again may keep its store, and in it the addresses of those that are gone; how often it
-    did so is its own count, which other nodes need not share. So ranks greet with a number that is new each time,
-    rank 0 names a start for those that it has seen, and each takes part in one that has seen it.
+
+def _agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Waits for all ranks and returns a key prefix for this attempt; an error names the missing ranks.
+
+    torchrun keeps its store when it restarts workers, with the addresses of processes that are gone. Its restart count
+    does not identify an attempt, because nodes may count differently. So every rank writes a new nonce, rank 0
+    publishes a prefix with the nonces it has read, and a rank accepts a prefix published with its nonce.
     """
-    until = time.monotonic() + timeout.total_seconds()
-    greeting = secrets.token_hex(8)
-    store.set(f"greeting/{rank}", greeting)
-    start, ranks = "", range(world_size)
-    while time.monotonic() < until:
+    deadline = time.monotonic() + timeout.total_seconds()
+    nonce = secrets.token_hex(8)
+    store.set(f"nonce/{rank}", nonce)
+    prefix, ranks = "", range(world_size)
+    while time.monotonic() < deadline:
         if rank == 0:
-            seen = [_word(store, f"greeting/{number}") for number in ranks]
-            if None not in seen and (not start or json.loads(_word(store, "start") or "{}").get("seen") != seen):
-                start = secrets.token_hex(8)
-                store.set("start", json.dumps({"name": start, "seen": seen}))
-            if start and all(store.check([f"{start}/{number}"]) for number in ranks[1:]):
-                store.set(f"{start}/go", "")
-                return start
+            nonces = [_read(store, f"nonce/{other}") for other in ranks]
+            if None not in nonces and (not prefix or json.loads(_read(store, "start") or "{}").get("nonces") != nonces):
+                prefix = secrets.token_hex(8)
+                store.set("start", json.dumps({"prefix": prefix, "nonces": nonces}))
+            if prefix and all(store.check([f"{prefix}/{other}"]) for other in ranks[1:]):
+                store.set(f"{prefix}/go", "")
+                return prefix
         else:
-            named = json.loads(_word(store, "start") or "{}")
-            if named and named["seen"][rank] == greeting:
-                store.set(f"{named['name']}/{rank}", "")
-                if store.check([f"{named['name']}/go"]):
-                    return str(named["name"])
-        time.sleep(LOOK)
-    missing = [number for number in ranks if number != rank and not store.check([f"greeting/{number}"])]
-    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "some rank"
+            start = json.loads(_read(store, "start") or "{}")
+            if start and start["nonces"][rank] == nonce:
+                store.set(f"{start['prefix']}/{rank}", "")
+                if store.check([f"{start['prefix']}/go"]):
+                    return str(start["prefix"])
+        time.sleep(POLL_SECONDS)
+    missing = [other for other in ranks if other != rank and not store.check([f"nonce/{other}"])]
+    names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "some rank"
     raise WorkerError(
-        f"{who} of {world_size} did not come within {timeout.total_seconds():g} s",
-        "were they started, and do they reach this machine? --system.join_timeout says how long to wait",
+        f"{names} of {world_size} did not join within {timeout.total_seconds():g} s",
+        "check that all ranks were started and can reach this machine; --system.join_timeout sets the limit",
     )
 
 
-def _word(store: dist.Store, key: str) -> str | None:
+def _read(store: dist.Store, key: str) -> str | None:
     return bytes(store.get(key)).decode() if store.check([key]) else None
 
 
-def _sizes_that_fit(given: dict[str, int | None], fixed: int, world_size: int) -> str:
-    """What could be asked for instead."""
-    told = [axis for axis, size in given.items() if size is not None and size > 1]
-    for axis in reversed(told):
-        others = fixed // (given[axis] or 1)
-        if world_size % others == 0 and axis != "dp_shard":
-            room = world_size // others if given["dp_shard"] is None else None
-            fitting = [size for size in range(1, world_size + 1) if room is not None and room % size == 0]
-            if fitting:
-                return f"parallel.{axis} could be {', '.join(map(str, fitting))}; or start {fixed} processes"
-            return f"parallel.{axis} could be {world_size // others}; or start {fixed} processes"
-    if given["dp_shard"] is not None:
-        return f"leave out parallel.dp_shard, which follows from the others; or start {fixed} processes"
-    return f"start a multiple of {fixed} processes"
+def _suggest_sizes(sizes: dict[str, int | None], product: int, world_size: int) -> str:
+    dims = [dim for dim, size in sizes.items() if size is not None and size > 1]
+    for dim in reversed(dims):
+        others = product // (sizes[dim] or 1)
+        if world_size % others == 0 and dim != "dp_shard":
+            available = world_size // others
+            choices = [available]
+            if sizes["dp_shard"] is None:
+                choices = [size for size in range(1, world_size + 1) if available % size == 0]
+            return f"use --parallel.{dim} {' or '.join(map(str, choices))}, or start {product} processes"
+    if sizes["dp_shard"] is not None:
+        return f"leave out parallel.dp_shard, which is derived from the others, or start {product} processes"
+    return f"start a multiple of {product} processes"

@@ -1,18 +1,17 @@
-"""Data parallelism, all of it by FSDP2: every block is one unit, the rest of the model another.
+"""Data parallelism by FSDP2: every block is one unit, the rest of the model is another.
 
 | `zero` | between steps | in a step | gradients |
 |---|---|---|---|
-| 3 | parameters, moments sharded | one block's parameters whole at a time | sharded as they come |
-| 2 | the same | all parameters whole from first use to the end of the step | sharded as they come |
-| 1 | the same | the same | whole, reduced once a step |
+| 3 | parameters and moments sharded | one block's parameters gathered at a time | sharded as they are computed |
+| 2 | the same | all parameters gathered from first use to the end of the step | sharded as they are computed |
+| 1 | the same | the same | unsharded, reduced once per step |
 
-So 1 and 2 hold what ZeRO-1 and ZeRO-2 hold while they compute, and send what they send; but between two steps the
-weights lie in shards, and no rank needs a second, whole copy of the fp32 ones. Copies (`dp_replicate`) are the same
-with a shard of one.
+So during a step 1 and 2 hold and send the same as ZeRO-1 and ZeRO-2. Between steps the weights are sharded, so no rank
+needs a second, full copy of the fp32 weights. `dp_replicate` alone is FSDP2 with one shard.
 
-Mixed precision is FSDP2's policy: parameters are gathered as bf16, gradients reduced in fp32 over the data axes (sums
-over axis tp are part of what is computed, and in its numbers); parameters, gradients and moments stay fp32. Gradients
-are summed and divided by nothing here: the loss was already divided by the global count.
+Mixed precision is FSDP2's policy: parameters are gathered in bf16, gradients are reduced in fp32 over the data-parallel
+dimensions (sums over tp are part of the computation and in its dtype); parameters, gradients and moments stay fp32.
+Gradients are summed, not averaged: the loss is already divided by the global token count.
 """
 
 from __future__ import annotations
@@ -28,51 +27,51 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchstone.config.schema import ParallelConfig
 
 Precision = Literal["fp32", "bf16", "bf16-pure"]
-# What weights are kept in.
-KEPT_IN = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}
-# What is computed in.
-COMPUTED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
+# The dtype of the parameters that the optimizer updates.
+PARAM_DTYPE = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}
+# The dtype of the computation.
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
 
-def policy(precision: Precision, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
-    """Inputs are left as they are: some, like rotary tables, are wide on purpose."""
-    compute = torch.bfloat16 if precision == "bf16" else None
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+def mixed_precision_policy(precision: Precision, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
+    """Returns FSDP2's policy. Inputs are not cast: some, like cos and sin, are fp32 on purpose."""
+    param_dtype = torch.bfloat16 if precision == "bf16" else None
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
-def shard_module(
-    root: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, zero: int, mixed: MixedPrecisionPolicy
+def apply_fsdp(
+    root: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, zero: int, policy: MixedPrecisionPolicy
 ) -> None:
-    """Shards `blocks` one by one and then what is left of `root`."""
+    """Shards `blocks` one by one, then the rest of `root`."""
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=mixed, reshard_after_forward=zero == 3)
-    # What the root has is used at the beginning and at the end: to gather it again between them would gain nothing.
-    fully_shard(root, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    # The root's own parameters are used at the beginning and at the end: resharding in between would gain nothing.
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A factor of its own would be multiplied in the reduction, which gloo cannot do.
+            # Otherwise the factor becomes a PREMUL_SUM, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
 
 
-def reduces_once(parallel: ParallelConfig, shards: int) -> bool:
+def reduces_once_per_step(parallel: ParallelConfig, dp_shard: int) -> bool:
     if parallel.reduce == "auto":
-        return parallel.pp > 1 or parallel.zero == 1 or shards == 1
+        return parallel.pp > 1 or parallel.zero == 1 or dp_shard == 1
     return parallel.reduce == "once"
 
 
-def begin_micro_step(roots: Sequence[nn.Module], last: bool, once: bool, zero: int) -> None:
-    """What FSDP2 does after the next backward pass: reduces (over copies at the end alone), and frees what it may."""
+def set_fsdp_sync(roots: Sequence[nn.Module], is_last: bool, once: bool, zero: int) -> None:
+    """Sets what FSDP2 does after the next backward pass. All-reduces over replicas only after the last micro-batch."""
     for root in roots:
         if isinstance(root, FSDPModule):
-            root.set_is_last_backward(last)
-            root.set_requires_gradient_sync(last or not once)
-            root.set_requires_all_reduce(last)
-            root.set_reshard_after_backward(last or zero == 3)
+            root.set_is_last_backward(is_last)
+            root.set_requires_gradient_sync(is_last or not once)
+            root.set_requires_all_reduce(is_last)
+            root.set_reshard_after_backward(is_last or zero == 3)
 
 
-def put_back(root: nn.Module) -> None:
-    """Frees what a forward pass has gathered and no backward pass will."""
+def reshard(root: nn.Module) -> None:
+    """Frees the parameters that a forward pass without a backward pass has left gathered."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

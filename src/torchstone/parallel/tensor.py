@@ -1,18 +1,19 @@
-"""Tensor parallelism: every matrix of the decoder shared out over the ranks of axis `tp`, as a table.
+"""Tensor parallelism: a table of how every matrix of the decoder is sharded over the mesh dimension `tp`.
 
-The arithmetic and the communication are torch's (DTensor and its parallel styles); what is ours is the table of which
-module is laid out how, and these three points:
+The arithmetic and the communication are torch's (DTensor and its parallel styles). This module adds the table of styles
+(`tp_plan`), and these points:
 
-- Heads stay whole. A rank has heads / tp query heads, and the key/value heads they read. Where there are fewer
-  key/value heads than ranks (or they do not divide) every rank keeps all of them, computes them all and picks its own;
-  their gradients are then a part on each rank, and summed.
-- Matrices that run fused lie in the order of the ranks, each rank's queries, keys and values together, so that a shard
-  of the whole is a shard of each. Files never see that order (slices.py).
-- With `sequence` the residual stream between the matrices is shared out along the sequence: norms work on a part of
-  each row, and their weights' gradients are parts to be summed as well. Rows must be a multiple of tp long.
+- Heads are not split. A rank has heads / tp query heads and the key/value heads they read. Where tp does not divide the
+  key/value heads, every rank computes all of them and selects its own; their gradients are then partial sums.
+- A fused matrix has the shards of its parts in rank order, so that a shard of the fused matrix is a shard of each part.
+  Files never see that order (local_shards.py).
+- With `parallel.sequence` the residual stream is sharded along the sequence (sequence parallelism): norms work on a
+  part of each row, and their weights' gradients are partial sums too. Row lengths must be a multiple of tp.
 
-Embedding and head are shared out by the vocabulary, which need not divide: the last rank has fewer rows, and indices
-stay global. Logits are never gathered: the loss is computed where they lie (loss/cross_entropy.py).
+Partial sums are DTensors with placement `Partial`; FSDP2 all-reduces them over tp before it reduces over data ranks.
+
+Embedding and head are sharded by vocabulary, which tp need not divide: the last rank has fewer embeddings, and token
+ids stay global. Logits are never gathered: the loss is vocabulary-parallel (loss/cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -32,164 +33,164 @@ from torchstone.models.decoder import Attention, Decoder, DecoderConfig
 HEADS_DIM, FEATURES_DIM, SEQUENCE_DIM = 1, -1, 1
 
 
-class Whole(ParallelStyle):
-    """Parameters whole on every rank; input and output are laid out as `layout`."""
+class ReplicatedParams(ParallelStyle):
+    """Parameters replicated on every rank (or placed as `params`); input and output have the placement `layout`."""
 
-    def __init__(self, layout: Placement, local: bool = True, parameters: Placement | None = None) -> None:
+    def __init__(self, layout: Placement, use_local_output: bool = True, params: Placement | None = None) -> None:
         super().__init__()
-        self.layout, self.local, self.parameters = layout, local, parameters or Replicate()
+        self.layout, self.use_local_output, self.params = layout, use_local_output, params or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
             module,
             device_mesh,
-            self._distribute,
-            partial(_laid_out, self.layout, self.layout),
-            partial(_given, self.layout, self.local),
+            self._distribute_params,
+            partial(_prepare_input, self.layout, self.layout),
+            partial(_prepare_output, self.layout, self.use_local_output),
         )
 
-    def _distribute(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, mesh, [self.parameters])))
+    def _distribute_params(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for param_name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(param_name, nn.Parameter(distribute_tensor(parameter, mesh, [self.params])))
 
 
-class Sees(ParallelStyle):
-    """A module without parameters of its own whose first input comes as `given` and is needed as `wanted`."""
+class RedistributeInput(ParallelStyle):
+    """A module without parameters of its own whose first input is redistributed from `current` to `desired`."""
 
-    def __init__(self, given: Placement, wanted: Placement) -> None:
+    def __init__(self, current: Placement, desired: Placement) -> None:
         super().__init__()
-        self.given, self.wanted = given, wanted
+        self.current, self.desired = current, desired
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(
-            lambda _, inputs: _laid_out(self.given, self.wanted, None, inputs, device_mesh)
+            lambda _, inputs: _prepare_input(self.current, self.desired, None, inputs, device_mesh)
         )
         return module
 
 
-def share_matrices(decoder: Decoder, mesh: DeviceMesh, sequence: bool) -> None:
-    """Lays the decoder's parameters out over the mesh of axis tp, and has it compute so."""
-    stream = Shard(SEQUENCE_DIM) if sequence else Replicate()
-    parallelize_module(decoder, mesh, table(decoder, mesh.size(), stream))
-    decoder.tie()
+def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Shards the decoder's parameters over the tp mesh, in place."""
+    residual = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
+    parallelize_module(decoder, mesh, tp_plan(decoder, mesh.size(), residual))
+    decoder.tie_weights()
     for block in decoder.layers.values():
-        _share_heads(block.attention, decoder.config, mesh)
-    if decoder.is_first:
-        _keep_padding_row(decoder, mesh, sequence)
+        _shard_heads(block.attention, decoder.config, mesh)
+    if decoder.has_embedding:
+        _use_global_padding_idx(decoder, mesh, sequence_parallel)
 
 
-def table(decoder: Decoder, tp: int, stream: Placement) -> dict[str, ParallelStyle]:
-    """Which module is laid out how; names that a decoder does not have are left out."""
+def tp_plan(decoder: Decoder, tp: int, residual: Placement) -> dict[str, ParallelStyle]:
+    """The parallel style of every module; `residual` is the placement of the residual stream."""
     config = decoder.config
-    down = RowwiseParallel(output_layouts=stream)
-    columns = ColwiseParallel()
-    normed_all = config.qk_norm == "all"
-    heads = ColwiseParallel(use_local_output=not normed_all)
-    # All of them on every rank, as whole tensors of which each rank will pick its part.
-    all_heads = Whole(Replicate(), local=False)
-    shared = shares_key_values(config, tp)
-    by_head, by_feature = Whole(Shard(HEADS_DIM)), Whole(Shard(FEATURES_DIM), parameters=Shard(0))
+    rowwise = RowwiseParallel(output_layouts=residual)
+    colwise = ColwiseParallel()
+    has_full_qk_norm = config.qk_norm == "all"
+    heads = ColwiseParallel(use_local_output=not has_full_qk_norm)
+    # All key/value heads on every rank; select_kv_heads takes this rank's.
+    all_heads = ReplicatedParams(Replicate(), use_local_output=False)
+    is_kv_sharded = shards_kv_heads(config, tp)
+    by_head = ReplicatedParams(Shard(HEADS_DIM))
+    by_feature = ReplicatedParams(Shard(FEATURES_DIM), params=Shard(0))
     block: dict[str, ParallelStyle] = {
-        "attention_norm": Whole(stream, local=False),
-        "mlp_norm": Whole(stream, local=False),
-        "attention_norm_after": Whole(stream),
-        "mlp_norm_after": Whole(stream),
-        "attention": Sees(stream, Replicate()),
+        "attention_norm": ReplicatedParams(residual, use_local_output=False),
+        "mlp_norm": ReplicatedParams(residual, use_local_output=False),
+        "attention_norm_after": ReplicatedParams(residual),
+        "mlp_norm_after": ReplicatedParams(residual),
+        "attention": RedistributeInput(residual, Replicate()),
         "attention.wq": heads,
-        "attention.wk": heads if shared else all_heads,
-        "attention.wv": columns if shared else all_heads,
-        "attention.wqkv": columns,
-        "attention.q_norm": by_feature if normed_all else by_head,
-        "attention.k_norm": (by_feature if normed_all else by_head) if shared else all_heads,
-        "attention.wo": down,
-        "mlp": Sees(stream, Replicate()),
-        "mlp.gate": columns,
-        "mlp.up": columns,
-        "mlp.gate_up": columns,
-        "mlp.down": down,
+        "attention.wk": heads if is_kv_sharded else all_heads,
+        "attention.wv": colwise if is_kv_sharded else all_heads,
+        "attention.wqkv": colwise,
+        "attention.q_norm": by_feature if has_full_qk_norm else by_head,
+        "attention.k_norm": (by_feature if has_full_qk_norm else by_head) if is_kv_sharded else all_heads,
+        "attention.wo": rowwise,
+        "mlp": RedistributeInput(residual, Replicate()),
+        "mlp.gate": colwise,
+        "mlp.up": colwise,
+        "mlp.gate_up": colwise,
+        "mlp.down": rowwise,
     }
-    whole: dict[str, ParallelStyle] = {
-        "tok_embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "pos_embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "norm": Whole(stream, local=False),
-        "head": ColwiseParallel(input_layouts=stream, use_local_output=False),
+    plan: dict[str, ParallelStyle] = {
+        "tok_embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
+        "pos_embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
+        "norm": ReplicatedParams(residual, use_local_output=False),
+        "head": ColwiseParallel(input_layouts=residual, use_local_output=False),
     }
-    whole |= {f"layers.{n}.{name}": style for n in decoder.layers for name, style in block.items()}
+    plan |= {f"layers.{n}.{name}": style for n in decoder.layers for name, style in block.items()}
     modules = dict(decoder.named_modules())
-    return {name: style for name, style in whole.items() if name in modules}
+    return {name: style for name, style in plan.items() if name in modules}
 
 
-def shares_key_values(config: DecoderConfig, tp: int) -> bool:
-    """Whether key/value heads are shared out over the ranks, or whole on each."""
+def shards_kv_heads(config: DecoderConfig, tp: int) -> bool:
+    """Whether key/value heads are sharded over the ranks; otherwise every rank has all of them."""
     return config.kv_heads % tp == 0
 
 
-def heads_read(config: DecoderConfig, tp: int, rank: int) -> list[int]:
+def kv_head_indices(config: DecoderConfig, tp: int, tp_rank: int) -> list[int]:
     """The key/value head that each query head of a rank reads."""
-    mine = config.heads // tp
-    return [head // (config.heads // config.kv_heads) for head in range(rank * mine, (rank + 1) * mine)]
+    heads = config.heads // tp
+    return [head // (config.heads // config.kv_heads) for head in range(tp_rank * heads, (tp_rank + 1) * heads)]
 
 
-def check_tensor(config: DecoderConfig, tp: int) -> None:
-    """Refuses sizes that cannot be shared out, with those that can."""
-    for what, size in (("attention heads", config.heads), ("MLP features", config.mlp_width)):
+def check_tp(config: DecoderConfig, tp: int) -> None:
+    """Raises UsageError if tp does not divide the query heads and the MLP."""
+    for name, size in (("attention heads", config.heads), ("MLP features", config.mlp_width)):
         if size % tp:
-            fitting = [n for n in range(1, size + 1) if config.heads % n == 0 and config.mlp_width % n == 0]
+            choices = [n for n in range(1, size + 1) if config.heads % n == 0 and config.mlp_width % n == 0]
             raise UsageError(
-                f"parallel.tp {tp} does not divide the model's {size} {what}",
-                f"parallel.tp could be {', '.join(map(str, fitting))}",
+                f"parallel.tp {tp} does not divide the model's {size} {name}",
+                f"use --parallel.tp {' or '.join(map(str, choices))}",
             )
 
 
-def _share_heads(attention: Attention, config: DecoderConfig, mesh: DeviceMesh) -> None:
+def _shard_heads(attention: Attention, config: DecoderConfig, mesh: DeviceMesh) -> None:
     tp = mesh.size()
-    if shares_key_values(config, tp):
-        attention.rows = [rows // tp for rows in attention.rows]
+    if shards_kv_heads(config, tp):
+        attention.qkv_features = [features // tp for features in attention.qkv_features]
         return
-    read = heads_read(config, tp, mesh.get_local_rank())
-    # One for all queries of this rank where that is so, and one for each otherwise.
-    wanted = torch.tensor(read if len(set(read)) > 1 else read[:1])
-    attention.pick = partial(_picked, wanted)
+    indices = kv_head_indices(config, tp, mesh.get_local_rank())
+    # One head if all queries of this rank read the same, otherwise one per query head.
+    attention.select_kv_heads = partial(_select_heads, torch.tensor(indices if len(set(indices)) > 1 else indices[:1]))
 
 
-def _picked(wanted: Tensor, heads_BKTE: Tensor) -> Tensor:
-    """Some of the heads that every rank has; what flows back is this rank's part of their gradient."""
+def _select_heads(indices: Tensor, heads_BKTE: Tensor) -> Tensor:
+    """Selects from heads that every rank has. Their gradient on this rank is a partial sum."""
     if isinstance(heads_BKTE, DTensor):
         heads_BKTE = heads_BKTE.to_local(grad_placements=[Partial()])
-    return heads_BKTE.index_select(1, wanted.to(heads_BKTE.device))
+    return heads_BKTE.index_select(1, indices.to(heads_BKTE.device))
 
 
-def _keep_padding_row(decoder: Decoder, mesh: DeviceMesh, sequence: bool) -> None:
-    """The row of padding gets no gradient from its lookups. Torch would take its number for each rank's own rows."""
+def _use_global_padding_idx(decoder: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Keeps the padding embedding without gradient: torch would use padding_idx as an index into the local shard."""
     embed = decoder.tok_embed
-    embed.frozen_row, embed.padding_idx = embed.padding_idx, None
+    embed.global_padding_idx, embed.padding_idx = embed.padding_idx, None
 
-    def looked_up(module: nn.Module, inputs: tuple[Tensor, ...], output_BTD: Tensor) -> Tensor:
-        if module.frozen_row is None:
+    def detach_padding(module: nn.Module, inputs: tuple[Tensor, ...], output_BTD: Tensor) -> Tensor:
+        if module.global_padding_idx is None:
             return output_BTD
-        ids_BT = _local(inputs[0])
-        if sequence:
+        ids_BT = _to_local(inputs[0])
+        if sequence_parallel:
             ids_BT = ids_BT.chunk(mesh.size(), dim=SEQUENCE_DIM)[mesh.get_local_rank()]
-        return torch.where((ids_BT == module.frozen_row)[..., None], output_BTD.detach(), output_BTD)
+        return torch.where((ids_BT == module.global_padding_idx)[..., None], output_BTD.detach(), output_BTD)
 
-    embed.register_forward_hook(looked_up)
+    embed.register_forward_hook(detach_padding)
 
 
-def _laid_out(given: Placement, wanted: Placement, _: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-    """The inputs of a module, the first as a DTensor that lies as wanted; a plain tensor lies as given."""
-    first, *rest = inputs
+def _prepare_input(current: Placement, desired: Placement, _: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+    """Returns the inputs, the first as a DTensor with placement `desired`. A plain tensor has placement `current`."""
+    first, *others = inputs
     if not isinstance(first, DTensor):
-        first = DTensor.from_local(first, mesh, [given], run_check=False)
-    if first.placements != (wanted,):
-        first = first.redistribute(placements=[wanted])
-    return (first, *rest)
+        first = DTensor.from_local(first, mesh, [current], run_check=False)
+    if first.placements != (desired,):
+        first = first.redistribute(placements=[desired])
+    return (first, *others)
 
 
-def _given(layout: Placement, local: bool, _: Any, output: DTensor, mesh: DeviceMesh) -> Tensor:
+def _prepare_output(layout: Placement, use_local_output: bool, _: Any, output: DTensor, mesh: DeviceMesh) -> Tensor:
     if output.placements != (layout,):
         output = output.redistribute(placements=[layout])
-    return output.to_local() if local else output
+    return output.to_local() if use_local_output else output
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The loss of a model over a data file and, where the rows hold answers, how many it gives word for word."""
+"""The loss of a model over a data file and, if the rows are conversations, the exact-match accuracy."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import numpy as np
 import torch
 
 from torchstone.config.schema import Config
-from torchstone.data.formats import CHAT, Message, Shape, conversation_of
+from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat, read_conversation
 from torchstone.data.loader import load_data
 from torchstone.data.sources import read_rows
 from torchstone.data.tokenize import Tokenizer
-from torchstone.errors import NumbersError
+from torchstone.errors import NumericalError
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
-from torchstone.parallel.running import Runner
-from torchstone.training.step import mean_loss
+from torchstone.parallel.runner import Runner
+from torchstone.training.step import validation_loss
 
-QUESTIONS_AT_A_TIME = 64
+GENERATION_BATCH = 64
+MAX_EXAMPLES = 8
 
 
 class Question(NamedTuple):
-    """What is said before an answer, and the tools it may call."""
+    """The messages before an answer, and the tools it may call."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -38,40 +39,49 @@ def evaluate_file(
     questions: int | None,
     console: Console,
 ) -> dict[str, Any]:
-    """`loss` per token, `tokens` it was taken over, and for conversations `exact_match` over `questions` rows."""
+    """`loss` per token over `tokens`, and for conversations the `exact_match` over `questions` rows."""
     data = load_data(config, tokenizer, [path], None, console)
-    everything = np.arange(len(data.train))
-    size = data.batching.global_batch_size
-    batches = (data.step_batch(data.train, everything[at : at + size], at) for at in range(0, len(everything), size))
-    loss, tokens = mean_loss(Runner(model, device, data.packed), batches)
+    samples = np.arange(len(data.train))
+    size = data.batch_sizes.global_batch_size
+    batches = (data.step_batch(data.train, samples[at : at + size], at) for at in range(0, len(samples), size))
+    loss, tokens = validation_loss(Runner(model, device, data.packed), batches)
     if not math.isfinite(loss):
-        raise NumbersError(f"{path}: the loss is {loss}", "the model's weights are no longer numbers to compute with")
-    found: dict[str, Any] = {"data": path, "loss": loss, "tokens": tokens, "samples": len(everything)}
-    found["dropped_rows"] = data.counts.dropped
-    (shape,) = data.shapes
-    if shape in CHAT and questions != 0:
-        found |= exact_match(model, tokenizer, path, shape, questions)
-    return found
+        raise NumericalError(f"{path}: the loss is {loss}", "the model's weights have NaN or overflow")
+    results: dict[str, Any] = {"data": path, "loss": loss, "tokens": tokens, "samples": len(samples)}
+    results["dropped_rows"] = data.counts.dropped
+    (row_format,) = data.formats
+    if row_format in CHAT_FORMATS and questions != 0:
+        results |= exact_match(model, tokenizer, path, row_format, questions)
+    return results
 
 
-def exact_match(model: Model, tokenizer: Tokenizer, path: str, shape: Shape, questions: int | None) -> dict[str, Any]:
-    """Greedy answers to all but the last message of each row, compared with that last message."""
-    asked = []
+def exact_match(
+    model: Model, tokenizer: Tokenizer, path: str, row_format: RowFormat, max_questions: int | None
+) -> dict[str, Any]:
+    """Generates a greedy answer to each row without its last message, and compares it with that message."""
+    questions, expected = list[Question](), list[str]()
     for row in read_rows(path):
-        conversation = conversation_of(row, shape)
-        *before, last = conversation.messages
-        # A tool call has no words to compare.
+        conversation = read_conversation(row, row_format)
+        *context, last = conversation.messages
+        # A tool call has no text to compare.
         if last["role"] == "assistant" and last.get("content"):
-            asked.append((Question(before, conversation.tools), last["content"]))
-        if questions is not None and len(asked) == questions:
+            questions.append(Question(context, conversation.tools))
+            expected.append(last["content"])
+        if max_questions is not None and len(questions) == max_questions:
             break
-    answers = answer(model, tokenizer, [question for question, _ in asked], _longest(tokenizer, asked))
-    right = [given.strip() == wanted.strip() for given, (_, wanted) in zip(answers, asked, strict=True)]
+    # Enough for the longest answer and its stop token, so that a longer wrong answer is not cut to a correct one.
+    max_new_tokens = 4 + max((len(tokenizer.encode(text)) for text in expected), default=0)
+    answers = answer(model, tokenizer, questions, max_new_tokens)
+    matches = [text.strip() == target.strip() for text, target in zip(answers, expected, strict=True)]
     examples = [
-        {"question": question.messages[-1].get("content") or "", "answer": given, "wanted": wanted}
-        for given, (question, wanted) in list(zip(answers, asked, strict=True))[:8]
+        {"question": question.messages[-1].get("content") or "", "answer": text, "wanted": target}
+        for question, text, target in zip(questions, answers, expected, strict=True)
     ]
-    return {"exact_match": sum(right) / max(1, len(right)), "questions": len(right), "examples": examples}
+    return {
+        "exact_match": sum(matches) / max(1, len(matches)),
+        "questions": len(matches),
+        "examples": examples[:MAX_EXAMPLES],
+    }
 
 
 def answer(model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int) -> list[str]:
@@ -79,13 +89,8 @@ def answer(model: Model, tokenizer: Tokenizer, questions: list[Question], max_ne
     was_training = model.module.training
     model.module.eval()
     answers = []
-    for at in range(0, len(prompts), QUESTIONS_AT_A_TIME):
-        part = prompts[at : at + QUESTIONS_AT_A_TIME]
-        answers += [tokenizer.decode(ids) for ids in model.generate(part, max_new_tokens, tokenizer.stop_ids)]
+    for start in range(0, len(prompts), GENERATION_BATCH):
+        batch = prompts[start : start + GENERATION_BATCH]
+        answers += [tokenizer.decode(ids) for ids in model.generate(batch, max_new_tokens, tokenizer.stop_ids)]
     model.module.train(was_training)
     return answers
-
-
-def _longest(tokenizer: Tokenizer, asked: list[tuple[Question, str]]) -> int:
-    """Room for the longest wanted answer and its end, so that a longer wrong one is not cut into a right one."""
-    return 4 + max((len(tokenizer.encode(wanted)) for _, wanted in asked), default=0)

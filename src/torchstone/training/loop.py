@@ -1,7 +1,8 @@
-"""The loop: steps until the end, and between them validation, metrics and checkpoints.
+"""The training loop: steps to the end of the run, and between them validation, metrics and checkpoints.
 
-After every step, in this order: callbacks see it, validation where it is due, the line in metrics.jsonl, the
-checkpoint. So a checkpoint is never ahead of the metrics, and a killed run leaves at most lines to cut.
+After every step, in this order: callbacks, validation if due, the line in metrics.jsonl, the checkpoint if due. So a
+checkpoint is never ahead of the metrics. If a run is killed, metrics.jsonl may have lines after the last checkpoint;
+resuming removes them.
 """
 
 from __future__ import annotations
@@ -9,36 +10,38 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from torchstone import post
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import folder_name
-from torchstone.checkpoint.save import mark_best, remove_old, save_checkpoint
+from torchstone.checkpoint.save import mark_best, prune_checkpoints, save_checkpoint
 from torchstone.config.schema import Config
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.tokenize import Tokenizer
-from torchstone.errors import NumbersError, StoppedBySignal
+from torchstone.errors import NumericalError, StoppedBySignal
+from torchstone.heartbeat import report_phase
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
+from torchstone.observe.eta import EtaEstimator
 from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import learning_rate
-from torchstone.parallel.mesh import Place
-from torchstone.parallel.running import Runner
-from torchstone.training.guard import memory_guard
-from torchstone.training.length import Length, Outlook, crossed
+from torchstone.parallel.mesh import ParallelContext
+from torchstone.parallel.runner import Runner
+from torchstone.training.checks import translate_out_of_memory
+from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
-from torchstone.training.step import mean_loss, train_step
-from torchstone.training.stop import StopRequest, listen
+from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
+from torchstone.training.stop import StopRequest, handle_stop_signals
 
 
 @dataclass
 class Run:
-    """Everything a run consists of. Callbacks get it; `run.stop("why")` on any rank ends it after the step in hand."""
+    """The state of a run. Callbacks get it; `run.stop("reason")` ends it after the current step."""
 
     config: Config
     model: Model
@@ -46,25 +49,24 @@ class Run:
     data: RunData
     optimizer: torch.optim.Optimizer
     runner: Runner
-    length: Length
+    schedule: TrainingSchedule
     progress: Progress
     console: Console
-    saved_with: dict[str, Any]
+    # Saved in every checkpoint's state.json, together with the progress.
+    checkpoint_info: dict[str, Any]
+    # The last checkpoint, if there is one.
     checkpoint: Path | None = None
-    request: StopRequest = field(default_factory=StopRequest)
-    outlook: Outlook = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.outlook = Outlook(self.config, self.data, self.length, self.progress)
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    eta: EtaEstimator = field(default_factory=EtaEstimator)
 
     @property
     def device(self) -> torch.device:
         return self.runner.device
 
     @property
-    def place(self) -> Place:
-        """Which of the run's processes this one is; `run.place.is_main` is true on the first."""
-        return self.runner.place
+    def ctx(self) -> ParallelContext:
+        """This process's ranks in the mesh; `run.ctx.is_main` is true on rank 0."""
+        return self.runner.ctx
 
     @property
     def output_dir(self) -> Path:
@@ -75,24 +77,31 @@ class Run:
         return self.progress.samples / len(self.data.train)
 
     def stop(self, reason: str) -> None:
-        self.request.stop(reason)
+        self.stop_request.stop(reason)
 
-    def is_stopping(self) -> bool:
-        """Whether the ranks agree that it is to end; all of them have to ask."""
-        return self.request.settle(self.place)
+    def sync_stop_request(self) -> bool:
+        """Makes `stop_request` the same on all ranks, which must call it at the same point; returns whether to stop."""
+        return self.stop_request.sync(self.ctx)
 
-
-class Interrupted(Exception):
-    """A signal came during validation."""
+    def eta_seconds(self) -> float | None:
+        """The ETA after a step and its validation, before its checkpoint."""
+        schedule, progress = self.schedule, self.progress
+        if schedule.steps is None:
+            return None
+        samples = schedule.end(progress)[1] - progress.samples
+        return self.eta.seconds_left(
+            samples * progress.tokens / max(1, progress.samples),
+            schedule.count_left(schedule.validation, progress),
+            schedule.count_left(schedule.checkpoint, progress),
+        )
 
 
 class Callback:
-    """Override what you want to see. Every rank calls its own. Return values are ignored; `run.stop(reason)` ends the
-    run."""
+    """Override what you need. Callbacks run on every rank; `run.stop(reason)` ends the run."""
 
     def on_start(self, run: Run) -> None: ...
 
-    def on_step(self, run: Run, values: dict[str, Any]) -> None: ...
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None: ...
 
     def on_validation(self, run: Run, loss: float) -> None: ...
 
@@ -102,8 +111,8 @@ class Callback:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended: where its last checkpoint is, and the last values measured."""
+class TrainResult:
+    """How a run ended: its last step, checkpoint and losses, and why a callback stopped it."""
 
     step: int
     checkpoint: Path | None
@@ -112,191 +121,177 @@ class Outcome:
     stopped: str | None
 
 
-def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> Outcome:
-    """Trains to the end of the run. A signal saves and raises `StoppedBySignal`."""
-    metrics = MetricsFile(run.output_dir / "metrics.jsonl", run.progress.step, written=run.place.is_main)
-    if metrics.removed:
-        run.console.say(f"metrics.jsonl: cut {metrics.removed} lines after step {run.progress.step}")
-    run.model.train()
-    run.console.begin(run.length.steps, run.progress.step)
-    for callback in callbacks:
-        callback.on_start(run)
-    try:
-        with listen(run.request), memory_guard(f"step {run.progress.step + 1} or later", run.device):
-            outcome = _steps(run, callbacks, metrics)
-    finally:
-        run.console.end()
-        metrics.close()
+def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
+    """Trains to the end of the run. A signal saves a checkpoint and raises `StoppedBySignal`."""
+    progress, schedule, optim = run.progress, run.schedule, run.config.optim
+    with _training_session(run, callbacks) as metrics_file:
+        # A signal interrupted the validation of this step: repeat it.
+        metrics = progress.pending_metrics or {}
+        if progress.pending_metrics is not None:
+            progress.pending_metrics = None
+            _validate_log_save(run, callbacks, metrics_file, metrics)
+        start_time = time.perf_counter()
+        for batch in run.data.batches(run.config, progress.samples, schedule.samples, run.ctx.dp_rank, run.ctx.dims.dp):
+            if run.sync_stop_request() or schedule.is_done(progress):
+                break
+            step = progress.step + 1
+            report_phase(f"computing step {step}", step)
+            lr = learning_rate(progress.step, schedule.steps, optim)
+            result = compute_gradients(run.runner, batch, step)
+            optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
+            progress.step = step
+            progress.samples += batch.samples
+            progress.tokens += batch.tokens
+            progress.loss_tokens += batch.loss_tokens
+            metrics = _step_metrics(run, batch, result, lr, time.perf_counter() - start_time)
+            for callback in callbacks:
+                callback.on_step(run, metrics)
+            report_phase(f"waiting for the other ranks after step {step}")
+            run.sync_stop_request()
+            run.eta.add_step(time.perf_counter() - start_time, batch.tokens)
+            _validate_log_save(run, callbacks, metrics_file, metrics)
+            start_time = time.perf_counter()
+            report_phase(f"waiting for the batch of step {step + 1}")
+        run.sync_stop_request()
+        if run.stop_request.signal is not None:
+            _save_and_raise(run, callbacks)
     for callback in callbacks:
         callback.on_end(run)
-    return outcome
-
-
-def _steps(run: Run, callbacks: Sequence[Callback], metrics: MetricsFile) -> Outcome:
-    done: dict[str, Any] = {}
-    if run.progress.owed is not None:
-        done, before = run.progress.owed["values"], Progress.from_dict(run.progress.owed["before"])
-        run.progress.owed = None
-        _after_step(run, callbacks, metrics, before, done)
-    began = time.perf_counter()
-    for batch in run.data.batches(
-        run.config, run.progress.samples, run.length.samples, run.place.data_rank, run.place.data_ranks
-    ):
-        if run.is_stopping() or run.progress.step == run.length.steps:
-            break
-        before = replace(run.progress)
-        done = _one_step(run, batch, began)
-        for callback in callbacks:
-            callback.on_step(run, done)
-        post.enter(f"waiting for the other ranks after step {run.progress.step}")
-        run.is_stopping()
-        run.outlook.eta.step(time.perf_counter() - began, batch.tokens)
-        _after_step(run, callbacks, metrics, before, done)
-        began = time.perf_counter()
-        post.enter(f"waiting for the batch of step {run.progress.step + 1}")
-    run.is_stopping()
-    if run.request.signal is not None:
-        _stop_by_signal(run, callbacks)
-    return Outcome(run.progress.step, run.checkpoint, done.get("loss"), done.get("val_loss"), run.request.reason)
-
-
-def _after_step(
-    run: Run, callbacks: Sequence[Callback], metrics: MetricsFile, before: Progress, values: dict[str, Any]
-) -> None:
-    """Validation, the metrics line and the checkpoint of a step, where they are due."""
-    if _validation_due(run, before):
-        try:
-            values["val_loss"] = _validate(run, callbacks)
-            run.is_stopping()
-        except Interrupted:
-            run.progress.owed = {"values": values, "before": before.to_dict()}
-            return
-    metrics.write(values)
-    run.console.step(values, run.outlook.seconds_left(run.progress))
-    if _checkpoint_due(run, before, improved=run.progress.best_step == run.progress.step):
-        _save(run, callbacks)
-
-
-def _stop_by_signal(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
-    assert run.request.signal is not None
-    if run.progress.step == 0:
-        raise StoppedBySignal(
-            f"stopped by {run.request.signal.name} before the first step: there is nothing to save",
-            "the same command begins again",
-        )
-    if run.checkpoint is None or run.checkpoint.name != folder_name(run.progress.step) or run.progress.owed:
-        _save(run, callbacks)
-    again = "the same command" if run.config.checkpoint.resume != "never" else "--checkpoint.resume auto"
-    raise StoppedBySignal(
-        f"stopped by {run.request.signal.name} after step {run.progress.step}, saved in {run.checkpoint}",
-        f"{again} goes on from there",
+    return TrainResult(
+        progress.step, run.checkpoint, metrics.get("loss"), metrics.get("val_loss"), run.stop_request.reason
     )
 
 
-def _one_step(run: Run, batch: StepBatch, began: float) -> dict[str, Any]:
-    progress, optim = run.progress, run.config.optim
-    post.enter(f"computing step {progress.step + 1}", progress.step + 1)
-    rate = learning_rate(progress.step, run.length.steps, optim)
-    result = train_step(run.runner, run.optimizer, batch, progress.step + 1, rate, optim.max_grad_norm)
-    progress.step += 1
-    progress.samples += batch.samples
-    progress.tokens += batch.tokens
-    progress.loss_tokens += batch.loss_tokens
-    seconds = time.perf_counter() - began
+@contextmanager
+def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[MetricsFile]:
+    metrics_file = MetricsFile(run.output_dir / "metrics.jsonl", run.progress.step, is_writer=run.ctx.is_main)
+    if metrics_file.removed_lines:
+        run.console.info(f"metrics.jsonl: removed {metrics_file.removed_lines} lines after step {run.progress.step}")
+    run.model.train()
+    run.console.begin(run.schedule.steps, run.progress.step)
+    for callback in callbacks:
+        callback.on_start(run)
+    try:
+        activity = f"step {run.progress.step + 1} or later"
+        with handle_stop_signals(run.stop_request), translate_out_of_memory(activity, run.device):
+            yield metrics_file
+    finally:
+        run.console.end()
+        metrics_file.close()
+
+
+def _validate_log_save(
+    run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile, metrics: dict[str, Any]
+) -> None:
+    """After a step: validates if due, writes the metrics line, saves a checkpoint if due."""
+    schedule, progress, step_samples = run.schedule, run.progress, metrics["samples"]
+    if run.data.validation is not None and schedule.is_due(
+        schedule.validation, progress, step_samples, _is_final_step(run)
+    ):
+        try:
+            metrics["val_loss"] = _validate(run, callbacks)
+            run.sync_stop_request()
+        except ValidationInterrupted:
+            progress.pending_metrics = metrics
+            return
+    metrics_file.write(metrics)
+    run.console.step(metrics, run.eta_seconds())
+    is_best = run.config.checkpoint.save_best and progress.best_step == progress.step
+    if is_best or schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run)):
+        _save_checkpoint(run, callbacks)
+
+
+def _is_final_step(run: Run) -> bool:
+    return run.schedule.is_done(run.progress) or run.stop_request.reason is not None
+
+
+def _step_metrics(run: Run, batch: StepBatch, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+    counts = run.data.counts
     return {
-        "step": progress.step,
+        "step": run.progress.step,
         "loss": result.loss,
-        "lr": rate,
+        "lr": lr,
         "grad_norm": result.grad_norm,
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,
         "padding": result.padding,
-        "bad_rows": run.data.counts.bad_rows,
-        "dropped_rows": run.data.counts.dropped,
-        "truncated_rows": run.data.counts.truncated_long,
-        "split_rows": run.data.counts.split_long,
-        "cropped_tokens": run.data.counts.cropped_tokens,
+        "bad_rows": counts.bad_rows,
+        "dropped_rows": counts.dropped,
+        "truncated_rows": counts.truncated_long,
+        "split_rows": counts.split_long,
+        "cropped_tokens": counts.cropped_tokens,
         "samples": batch.samples,
         "micro_batches": len(batch.micro_batches),
         "epoch": run.epoch,
-        "total_tokens": progress.tokens,
+        "total_tokens": run.progress.tokens,
         "tok_s": batch.tokens / seconds,
         "step_s": seconds,
         "memory": memory_bytes(run.device),
     }
 
 
-def _is_last(run: Run) -> bool:
-    reached = run.length.steps is not None and run.progress.step >= run.length.steps
-    return reached or run.request.reason is not None
-
-
-def _due(run: Run, before: Progress, steps: int | None, samples: int | None, epochs: float | None) -> bool:
-    size = len(run.data.train)
-    return (
-        crossed(before.step, run.progress.step, steps)
-        or crossed(before.samples, run.progress.samples, samples)
-        or crossed(before.samples / size, run.progress.samples / size, epochs)
-    )
-
-
-def _validation_due(run: Run, before: Progress) -> bool:
-    when = run.config.training
-    if run.data.validation is None:
-        return False
-    every = (when.validate_every_steps, when.validate_every_samples, when.validate_every_epochs)
-    return _due(run, before, *every) or (when.validate_at_end and _is_last(run))
-
-
-def _checkpoint_due(run: Run, before: Progress, improved: bool) -> bool:
-    when = run.config.checkpoint
-    every = (when.every_steps, when.every_samples, when.every_epochs)
-    return _due(run, before, *every) or (when.at_end and _is_last(run)) or (when.save_best and improved)
+class ValidationInterrupted(Exception):
+    """A signal arrived during validation."""
 
 
 def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
     def batches() -> Iterator[StepBatch]:
-        for batch in run.data.validation_batches(run.place.data_rank, run.place.data_ranks):
-            run.is_stopping()
-            if run.request.signal is not None:
-                raise Interrupted
-            post.enter(f"validating after step {run.progress.step}")
+        for batch in run.data.validation_batches(run.ctx.dp_rank, run.ctx.dims.dp):
+            run.sync_stop_request()
+            if run.stop_request.signal is not None:
+                raise ValidationInterrupted
+            report_phase(f"validating after step {run.progress.step}")
             yield batch
 
-    began = time.perf_counter()
-    loss, _ = mean_loss(run.runner, batches())
+    start_time = time.perf_counter()
+    loss, _ = validation_loss(run.runner, batches())
     if not math.isfinite(loss):
-        raise NumbersError(
-            f"validation after step {run.progress.step}: the loss is {loss}",
-            "the weights are no longer numbers to train with; go back to an earlier checkpoint and lower the rate",
+        raise NumericalError(
+            f"the validation loss after step {run.progress.step} is {loss}",
+            "resume from an earlier checkpoint with a lower --optim.learning_rate",
         )
-    improved = run.progress.best_loss is None or loss < run.progress.best_loss
-    if improved:
+    if run.progress.best_loss is None or loss < run.progress.best_loss:
         run.progress.best_loss, run.progress.best_step = loss, run.progress.step
     for callback in callbacks:
         callback.on_validation(run, loss)
-    run.outlook.validated(time.perf_counter() - began, improved)
+    run.eta.add_validation(time.perf_counter() - start_time)
     return loss
 
 
-def _save(run: Run, callbacks: Sequence[Callback]) -> None:
-    root, when, began = run.output_dir / CHECKPOINTS, run.config.checkpoint, time.perf_counter()
-    state = run.progress.to_dict() | run.saved_with
-    step, place = run.progress.step, run.place
-    post.enter(f"saving step {step}")
-    run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, place)
-    mark_best_of(run)
-    removed = remove_old(root, when.keep_last) if place.is_main else []
-    run.console.say(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
+def _save_checkpoint(run: Run, callbacks: Sequence[Callback]) -> None:
+    start_time, root, step = time.perf_counter(), run.output_dir / CHECKPOINTS, run.progress.step
+    report_phase(f"saving step {step}")
+    state = run.progress.to_dict() | run.checkpoint_info
+    run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, run.ctx)
+    mark_best_checkpoint(run)
+    removed = prune_checkpoints(root, run.config.checkpoint.keep_last) if run.ctx.is_main else []
+    run.console.info(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
     for callback in callbacks:
         callback.on_checkpoint(run, run.checkpoint)
-    run.outlook.eta.save(time.perf_counter() - began)
+    run.eta.add_save(time.perf_counter() - start_time)
 
 
-def mark_best_of(run: Run) -> None:
-    """Marks the best checkpoint that is there. Also done when a run goes on: it may have been killed just before."""
+def mark_best_checkpoint(run: Run) -> None:
+    """Marks the best checkpoint. A resumed run does it too: the previous process may have been killed before that."""
     root, progress = run.output_dir / CHECKPOINTS, run.progress
     if not run.config.checkpoint.save_best or progress.best_step is None or progress.best_loss is None:
         return
-    if run.place.is_main and (root / folder_name(progress.best_step)).is_dir():
+    if run.ctx.is_main and (root / folder_name(progress.best_step)).is_dir():
         mark_best(root, progress.best_step, progress.best_loss)
+
+
+def _save_and_raise(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
+    signal, progress = run.stop_request.signal, run.progress
+    assert signal is not None
+    if progress.step == 0:
+        raise StoppedBySignal(
+            f"stopped by {signal.name} before the first step: there is nothing to save", "run the same command to start"
+        )
+    is_saved = run.checkpoint is not None and run.checkpoint.name == folder_name(progress.step)
+    if not is_saved or progress.pending_metrics is not None:
+        _save_checkpoint(run, callbacks)
+    how_to_resume = "the same command" if run.config.checkpoint.resume != "never" else "--checkpoint.resume auto"
+    raise StoppedBySignal(
+        f"stopped by {signal.name} after step {progress.step}, saved in {run.checkpoint}",
+        f"{how_to_resume} resumes from there",
+    )

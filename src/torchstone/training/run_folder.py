@@ -1,4 +1,4 @@
-"""The folder of a run: held by one process, with the config that runs in it, and what may not change in between."""
+"""The folder of a run: its lock, its logs, its config, and what must not change when it is resumed."""
 
 from __future__ import annotations
 
@@ -13,95 +13,98 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from torchstone import post
+from torchstone import heartbeat
 from torchstone.checkpoint.manifest import read_json, write_json
 from torchstone.config.load import to_dict
 from torchstone.config.schema import Config
 from torchstone.data.loader import RunData
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.observe.console import Console
-from torchstone.parallel.mesh import ALONE, Place
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 LOGS = "logs"
 DATA_CHANGED = (
-    "the samples are not the same (what the files hold, the tokenizer, its template, what is trained of a row, the "
-    "longest row, the number of rows, the layout of text, or the weights)"
+    "the samples are not the same (data files, tokenizer, chat template, loss mask, data.context_length, "
+    "data.max_samples, data.text_packing or data.weights)"
 )
 
 
 @contextmanager
-def held(config: Config, place: Place = ALONE) -> Iterator[None]:
-    """The output folder, held by this run alone: by the first of its processes."""
+def lock_output_dir(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[None]:
+    """Rank 0 holds the lock; a second run in the same folder is refused on all ranks."""
     folder, error = Path(config.output_dir), None
     with ExitStack() as stack:
-        if place.is_main:
+        if ctx.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((folder / ".lock").open("a"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                error = UsageError(f"another process is training into {folder}", "choose another --output-dir")
-        place.together(error)
+                error = UsageError(f"another process is training in {folder}", "choose another --output-dir")
+        ctx.raise_on_all_ranks(error)
         yield
 
 
 @contextmanager
-def console_of(config: Config, place: Place = ALONE) -> Iterator[Console]:
-    """What this process says: on the terminal if it is the first, or all are to be heard, and in its log always."""
-    heard, observe = place.is_main or config.observe.ranks == "all", config.observe
-    # A bar is one process's.
-    style = "lines" if config.observe.ranks == "all" and observe.console in ("auto", "bar") else observe.console
+def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[Console]:
+    """The console of this rank: on the terminal for rank 0 or with observe.ranks all, and always in its log."""
+    observe = config.observe
+    is_shown = ctx.is_main or observe.ranks == "all"
+    # Several ranks cannot share a progress bar.
+    style = "lines" if observe.ranks == "all" and observe.console in ("auto", "bar") else observe.console
     with ExitStack() as stack:
-        if post.HERE.launched:
-            # All that a launched worker writes goes to its log already.
+        if heartbeat.is_attached():
+            # stderr of a launched worker already goes to its log.
             log: TextIO = sys.stderr
         else:
-            path = log_path(config, place.rank)
+            path = heartbeat.log_file(Path(config.output_dir) / LOGS, ctx.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(path.open("a", buffering=1, encoding="utf-8"))
-        # The number of the GPU, as whoever started this process gave it; else that of the process.
+        # The GPU number from the launcher, otherwise the rank.
         number = os.environ.get("GPU_RANK", "")
-        label = int(number) if number.isdecimal() else place.rank
-        shown = style if heard else "none"
-        console = Console(shown, observe.log_every_steps, label=label, terminal=post.HERE.terminal, log=log)
-        console.record(f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}, process {os.getpid()}")
+        label = int(number) if number.isdecimal() else ctx.rank
+        console = Console(
+            style if is_shown else "none",
+            observe.log_every_steps,
+            label=label,
+            terminal=heartbeat.terminal(),
+            log=log,
+        )
+        console.log(f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}, process {os.getpid()}")
         try:
             yield console
         except BaseException as error:
-            if not post.HERE.launched:
-                told = str(error) if isinstance(error, TorchstoneError) else "".join(traceback.format_exception(error))
-                console.record(f"error: {told}", "WARNING")
+            if not heartbeat.is_attached():
+                is_ours = isinstance(error, TorchstoneError)
+                text = str(error) if is_ours else "".join(traceback.format_exception(error))
+                console.log(f"error: {text}", "WARNING")
             raise
 
 
-def log_path(config: Config, rank: int) -> Path:
-    return post.log_file(Path(config.output_dir) / LOGS, rank)
-
-
-def record_config(config: Config, going_on: bool, console: Console) -> None:
-    """Keeps the config beside the run, and says what is no longer as it was when the run began."""
+def save_config(config: Config, is_resumed: bool, console: Console) -> None:
+    """Writes config.json, and warns about settings that changed since the run started."""
     path = Path(config.output_dir) / "config.json"
-    if going_on and path.is_file():
-        # What is shown changes nothing of the run.
-        before, now = ({k: v for k, v in each.items() if k != "observe"} for each in (read_json(path), to_dict(config)))
-        for line in differences(before, now):
-            console.warn(f"the run in {config.output_dir} was started with {line}")
+    if is_resumed and path.is_file():
+        # The observe section does not change the run.
+        old, new = ({k: v for k, v in each.items() if k != "observe"} for each in (read_json(path), to_dict(config)))
+        for line in _differences(old, new):
+            console.warn(f"changed since {config.output_dir} started: {line}")
     write_json(path, to_dict(config))
 
 
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     lines = []
-    for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            lines += differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            lines.append(f"{prefix}{key} {old}, and goes on with {new}")
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key} {before} is now {after}")
     return lines
 
 
-def identity(config: Config, data: RunData) -> dict[str, Any]:
-    """What a checkpoint can only go on with: the model it began as, and which sample comes when."""
+def run_identity(config: Config, data: RunData) -> dict[str, Any]:
+    """What must stay the same for a checkpoint to resume: the initial model, and the order of the samples."""
     return {
         "data": data.fingerprint,
         "samples": len(data.train),
@@ -117,15 +120,14 @@ def identity(config: Config, data: RunData) -> dict[str, Any]:
     }
 
 
-def check_identity(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
-    changed = [
-        f"{key} was {saved.get(key)}, is {now[key]}" if key != "data" else DATA_CHANGED
-        for key in now
-        if saved.get(key) != now[key]
+def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path) -> None:
+    changes = [
+        f"{key} {saved.get(key)} is now {current[key]}" if key != "data" else DATA_CHANGED
+        for key in current
+        if saved.get(key) != current[key]
     ]
-    if changed:
+    if changes:
         raise CheckpointError(
-            f"{checkpoint} is of a run with another model, data or order of samples: {'; '.join(changed)}",
-            f"to go on from its weights with other settings, start a new run: --model.path {checkpoint} "
-            "--output-dir NEW",
+            f"{checkpoint} was saved by a run with a different model, data or sample order: {'; '.join(changes)}",
+            f"to continue from its weights, start a new run: --model.path {checkpoint} --output-dir NEW",
         )

@@ -1,4 +1,4 @@
-"""All that must be saved to go on exactly: the model, the optimizer, the random states, and these few numbers."""
+"""The counters of a run. With the model, the optimizer and the RNG states, they are all that resuming needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchstone.errors import CheckpointError
 
 @dataclass
 class Progress:
-    """How far a run is. `samples` is also the whole state of the sampler.
+    """How far a run has progressed. `samples` is also the complete state of the sampler.
 
-    `owed` is a step that was made and saved but whose validation a signal cut off; it is caught up on when the run goes
-    on, so that the best loss and the metrics are those of a run that was never stopped.
+    `pending_metrics` are the metrics of the last step if a signal interrupted its validation. The resumed run repeats
+    the validation and writes them, so that its metrics and best loss match an uninterrupted run.
     """
 
     step: int = 0
@@ -22,13 +22,16 @@ class Progress:
     loss_tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
-    owed: dict[str, Any] | None = None
+    pending_metrics: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:
+        if "owed" in values:
+            # The name of this key in older checkpoints.
+            values = values | {"pending_metrics": (values["owed"] or {}).get("values")}
         try:
             return cls(**{field.name: values[field.name] for field in fields(cls)})
         except KeyError as error:

@@ -1,8 +1,8 @@
-"""One optimizer step: the loss of promise one, its gradients, clipping, the update.
+"""One optimizer step: the loss, its gradients, clipping, the update.
 
-The loss is the sum of all token losses over the count of loss tokens in the whole global batch. Each micro-batch of a
-rank contributes its sum over that count, so how a batch is cut never changes the result; one without any contributes
-zero. What ranks have to tell each other, the losses and the squares of the norm, is summed once a step.
+The loss is the sum of all token losses divided by the number of loss tokens in the whole global batch. Each micro-batch
+of a rank contributes its sum divided by that count, so how a batch is split never changes the result; one without loss
+tokens contributes zero. One all-reduce per step sums loss, squared gradient norm and padding over all ranks.
 """
 
 from __future__ import annotations
@@ -15,72 +15,75 @@ import torch
 from torchstone.data.loader import StepBatch
 from torchstone.errors import DataError
 from torchstone.optim.clip import clip_gradients, squared_norm
-from torchstone.parallel.running import Runner
-from torchstone.training.guard import check_numbers
+from torchstone.parallel.local_shards import is_owner
+from torchstone.parallel.runner import Runner
+from torchstone.training.checks import check_finite
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of all ranks. `padding` are the tokens of padding that were computed."""
+    """The loss, the gradient norm before clipping, and the number of padding tokens computed, over all ranks."""
 
     loss: float
     grad_norm: float
     padding: int = 0
 
 
-def train_step(
+def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult:
+    """Runs the forward and backward passes of all micro-batches. `step`, counted from 1, is only for messages."""
+    if batch.loss_tokens == 0:
+        raise DataError(
+            f"step {step} has no loss tokens: all labels of its {batch.samples} samples "
+            f"(from sample {batch.first_sample} on) are masked",
+            "check the labels with torchstone inspect-data, or use a larger training.global_batch_size",
+        )
+    loss_sum = runner.forward_backward(batch.micro_batches, batch.loss_tokens)
+    model, ctx = runner.model, runner.ctx
+    # A replicated gradient counts on one rank only.
+    gradients = [
+        parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and is_owner(model.decoder_config, name, parameter)
+    ]
+    # Ranks that differ only in pp or tp have the same rows.
+    padding = torch.full_like(loss_sum, batch.padding if ctx.pp_rank == ctx.tp_rank == 0 else 0)
+    global_sums = ctx.all_reduce_sum(torch.stack([loss_sum, squared_norm(gradients).to(loss_sum), padding]))
+    total_loss, total_squared_norm, total_padding = global_sums.tolist()
+    return StepResult(total_loss / batch.loss_tokens, total_squared_norm**0.5, round(total_padding))
+
+
+def optimizer_step(
     runner: Runner,
     optimizer: torch.optim.Optimizer,
-    batch: StepBatch,
+    result: StepResult,
     step: int,
     learning_rate: float,
     max_grad_norm: float,
-) -> StepResult:
-    """Step number `step` (from 1) of the runner's model on `batch`."""
-    result = backward(runner, batch, step)
-    check_numbers(step, result.loss, result.grad_norm, runner)
+) -> None:
+    """Checks, clips and applies the gradients, and clears them."""
+    check_finite(step, result.loss, result.grad_norm, runner)
     clip_gradients((p for _, p in runner.model.named_parameters()), result.grad_norm, max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return result
 
 
-def backward(runner: Runner, batch: StepBatch, step: int) -> StepResult:
-    """Gradients of the batch's loss; returns the loss and their norm."""
-    if batch.loss_tokens == 0:
-        raise DataError(
-            f"step {step} has no token to learn from: all labels of its {batch.samples} samples "
-            f"(from sample {batch.first_sample} on) are masked",
-            "look at the rows' labels, or make training.global_batch_size larger",
-        )
-    loss_sum = runner.backward(batch.micro_batches, batch.loss_tokens)
-    model = runner.model
-    counted = [p.grad for name, p in model.named_parameters() if p.grad is not None and model.counts(name, p)]
-    place = runner.place
-    # Ranks that differ in pp or tp alone have the same rows.
-    padding = torch.full_like(loss_sum, batch.padding if place.on("pp") == place.on("tp") == 0 else 0)
-    numbers = place.sum(torch.stack([loss_sum, squared_norm(counted).to(loss_sum), padding]))
-    loss, squares, padded = numbers.tolist()
-    return StepResult(loss / batch.loss_tokens, squares**0.5, round(padded))
-
-
-def mean_loss(runner: Runner, batches: Iterable[StepBatch]) -> tuple[float, int]:
-    """The loss per token over all batches, and the number of tokens; the model is left in the mode it was in."""
+def validation_loss(runner: Runner, batches: Iterable[StepBatch]) -> tuple[float, int]:
+    """Returns the loss per token over all batches, and the number of loss tokens. Restores the train/eval mode."""
     model = runner.model
     was_training = model.module.training
     model.train(False)
     total = torch.zeros((), dtype=torch.float64, device=runner.device)
-    tokens = 0
+    loss_tokens = 0
     try:
         for batch in batches:
-            total += runner.losses(batch.micro_batches)
-            tokens += batch.loss_tokens
+            total += runner.forward(batch.micro_batches)
+            loss_tokens += batch.loss_tokens
     finally:
-        # Also where a signal cuts it short: what is saved then are the shards.
-        runner.rest()
+        # Also after an interrupt: the checkpoint that follows saves sharded parameters.
+        runner.reshard()
         model.train(was_training)
-    if tokens == 0:
-        raise DataError("the validation data has no token with a label")
-    return (runner.place.sum(total) / tokens).item(), tokens
+    if loss_tokens == 0:
+        raise DataError("the validation data has no loss tokens: all labels are masked")
+    return (runner.ctx.all_reduce_sum(total) / loss_tokens).item(), loss_tokens

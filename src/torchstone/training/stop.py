@@ -1,38 +1,53 @@
-"""A signal or a callback's word asks the run to end after the step in hand; a second Ctrl-C ends it at once."""
+"""Requests to stop a run: signals, and callbacks.
+
+Before training begins a signal ends the process at once. During training it is recorded, and the run stops after the
+current step; a second Ctrl-C stops it immediately. Signals are handled before torch is imported, because the import
+takes seconds and a signal would otherwise kill the process without a message. So this module imports no torch.
+"""
 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
 
-from torchstone import signals
-from torchstone.parallel.mesh import ALONE, Place
+from torchstone import heartbeat
+from torchstone.errors import StoppedBySignal
+
+if TYPE_CHECKING:
+    from torchstone.parallel.mesh import ParallelContext
+
+# SIGHUP: the terminal was closed. SIGUSR1: many SLURM scripts send it before the time limit.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Why the run should end, if it should: a signal, or a callback's word.
+    """Whether the run should stop, and why.
 
-    What one rank hears (`heard`, `said`) the others do not, so nobody acts on it: ranks that stop at different steps
-    wait for each other for ever. `settle` has them agree; `signal` and `reason` are what they agreed on.
+    One rank may receive a signal that the others do not. Ranks that stop at different steps wait for each other
+    forever. So no rank acts on `local_signal` or `local_reason`; `sync` derives `signal` and `reason` on all ranks.
     """
 
     def __init__(self) -> None:
-        self.heard = signals.Heard()
-        self.said: str | None = None
+        self.local_signal: signal.Signals | None = None
+        self.local_reason: str | None = None
         self.signal: signal.Signals | None = None
         self.reason: str | None = None
 
     def stop(self, reason: str) -> None:
-        self.said = self.said or reason
+        """Requests a stop for a reason other than a signal; the first reason is kept."""
+        self.local_reason = self.local_reason or reason
 
-    def settle(self, place: Place = ALONE) -> bool:
-        """Whether to end. Every rank has to ask at the same point."""
-        agreed = place.agree(2 * int(self.heard.signal or 0) + (self.said is not None))
-        if agreed >= 2:
-            self.signal = self.signal or signal.Signals(agreed // 2)
-        if agreed % 2:
-            self.reason = self.reason or self.said or "another rank's callback asked for it"
+    def sync(self, ctx: ParallelContext) -> bool:
+        """Returns whether to stop, the same on all ranks. All must call it at the same point. Costs an all-reduce."""
+        code = ctx.all_reduce_max(2 * int(self.local_signal or 0) + (self.local_reason is not None))
+        if code >= 2:
+            self.signal = self.signal or signal.Signals(code // 2)
+        if code % 2:
+            self.reason = self.reason or self.local_reason or "another rank's callback asked for it"
         return bool(self)
 
     def __bool__(self) -> bool:
@@ -40,11 +55,32 @@ class StopRequest:
 
 
 @contextmanager
-def listen(request: StopRequest) -> Iterator[None]:
-    """While the run trains: a signal is noted, for the ranks to settle on."""
-    with signals.listening() as heard:
-        request.heard, heard.deferred = heard, True
-        try:
-            yield
-        finally:
-            heard.deferred = False
+def handle_stop_signals(request: StopRequest | None = None, exits_after: bool = False) -> Iterator[None]:
+    """Records stop signals in `request`; without a request, a signal raises `StoppedBySignal`.
+
+    Ignored signals stay ignored (nohup). Outside the main thread it does nothing. On exit it restores the previous
+    handlers. If the process
+    `exits_after`, signals are ignored instead, so that a late one does not change the exit code.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    stop_request = StopRequest() if request is None else request
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop_request.local_signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop_request.local_signal = signal.Signals(number)
+        if request is None:
+            raise StoppedBySignal(
+                f"stopped by {stop_request.local_signal.name} while {heartbeat.current_phase()}",
+                "no step was interrupted; run the same command to continue",
+            )
+
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_IGN if exits_after else handler)

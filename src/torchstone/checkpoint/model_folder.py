@@ -1,0 +1,277 @@
+"""Opens the model of a Hugging Face folder or a checkpoint, natively or in the Transformers fallback.
+
+`check_model_folder` finds errors in a folder or in the requested settings without reading weights, so that they show
+before data is tokenized. `load_model` reads the weights into what a `ModelBuilder` allocates.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
+from torchstone.checkpoint.transformers_folder import check_fallback_folder, load_fallback, read_hf_config
+from torchstone.checkpoint.weight_files import WeightFiles
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES
+from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.decoder import EMBEDDING, HEAD, Decoder, DecoderConfig
+from torchstone.models.execution import (
+    DEFAULT_EXECUTION,
+    Execution,
+    check_compiler,
+    check_fallback_execution,
+    choose_attention,
+)
+from torchstone.models.fallback.probing import PACKING_METHODS
+from torchstone.models.families import FAMILIES, Family, dropout_warning, family_of
+from torchstone.models.liger import choose_liger
+from torchstone.models.model import (
+    GENERATION_CONFIG,
+    MEAN_CHUNK,
+    FallbackModel,
+    Model,
+    NativeModel,
+    mean_embedding,
+    padded_vocab_size,
+    resize_note,
+)
+from torchstone.parallel.build import ModelBuilder, TensorSource, fill_parameters
+from torchstone.parallel.local_shards import local_shards
+
+# Keys of older files that are still read, and keys that tools leave behind.
+LEGACY_KEYS = ("rope_scaling", "rope_theta", "torch_dtype", "dtype", "partial_rotary_factor", "transformers_version")
+ROPE_KEYS = ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
+             "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale",
+             "mscale_all_dim", "truncate", "partial_rotary_factor")  # fmt: skip
+
+
+class NotNativeError(UsageError):
+    """A valid model that the native decoder does not support."""
+
+
+def read_model_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
+    """config.json, its family and decoder config. Raises NotNativeError if the decoder does not support it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    hf_config = read_hf_config(folder)
+    path = folder / "config.json"
+    if (folder / "adapter_config.json").exists():
+        raise UsageError(
+            f"{folder}: is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
+        )
+    try:
+        family = family_of(hf_config)
+        return hf_config, family, family.decoder_config(hf_config)
+    except KeyError as error:
+        key = str(error.args[0])
+        # Transformers puts whole sentences into a KeyError.
+        raise UsageError(f"{path}: {f'the key {key!r} is missing' if key.isidentifier() else key}") from None
+    except UsageError as error:
+        raise NotNativeError(f"{path}: {error.message}", error.hint) from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise UsageError(f"{path}: does not describe a model: {error}") from None
+
+
+def load_model(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    execution: Execution = DEFAULT_EXECUTION,
+    builder: ModelBuilder | None = None,
+    tokenizer_size: int = 0,
+) -> Model:
+    """Loads the model of a folder. A missing or unknown weight is an error.
+
+    Embeddings smaller than `tokenizer_size` are resized.
+    """
+    builder = builder or ModelBuilder(device, dtype)
+    reason = fallback_reason(folder, execution)
+    if reason is None:
+        model: Model = _load_native(folder, device, dtype, execution, builder, tokenizer_size)
+        model.apply_execution(execution)
+        return model
+    module = load_fallback(folder, execution.attention, device, builder.dtype, execution.trust_remote_code)
+    notes = [f"runs in the Transformers fallback ({reason})", f"attention: {module.hf.config._attn_implementation}"]
+    if module.packing_method is not None:
+        notes.append(f"packed documents are separated by {PACKING_METHODS[module.packing_method]} (tested at load)")
+    model = FallbackModel(module, read_hf_config(folder), module.generation_config, notes=notes, warnings=module.notes)
+    model.warnings += model.align_with_tokenizer(tokenizer_size, {})
+    model.apply_execution(execution)
+    builder.shard_fallback(module)
+    model.notes += builder.notes
+    return model
+
+
+def fallback_reason(folder: Path, execution: Execution) -> str | None:
+    """Why a folder's model runs in the Transformers fallback; None if it runs natively."""
+    implementation, hf_config = execution.implementation, read_hf_config(folder)
+    if implementation == "fallback":
+        return "as requested"
+    if implementation == "auto" and execution.trust_remote_code and _remote_code_class(hf_config):
+        return f"{_remote_code_class(hf_config)} of its folder, which is trusted"
+    if implementation == "auto" and _implementation_of_run(folder) == "fallback":
+        return "as in the run that saved it"
+    try:
+        read_model_config(folder)
+    except NotNativeError as error:
+        if implementation == "native":
+            raise
+        return error.message
+    return None
+
+
+def check_model_folder(
+    folder: Path, device: torch.device, dtype: torch.dtype, execution: Execution = DEFAULT_EXECUTION
+) -> None:
+    """Raises unless the folder has a complete model that can run as requested. Reads no weights."""
+    if fallback_reason(folder, execution) is not None:
+        check_fallback_folder(folder, execution.trust_remote_code)
+        check_fallback_execution(execution)
+    else:
+        hf_config, _, config = read_model_config(folder)
+        open_weights(folder, hf_config["model_type"], config)
+        _check_native_execution(config, device, dtype, execution)
+
+
+def check_new_model(hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, execution: Execution) -> None:
+    """The same checks for a new model."""
+    config = FAMILIES[hf_config["model_type"]].decoder_config(hf_config)
+    _check_native_execution(config, device, dtype, execution)
+
+
+def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles:
+    """A folder's weights, checked by name and shape. A checkpoint of several ranks has sharded files."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    paths = shard_files(folder, WEIGHTS)
+    if not paths:
+        return WeightFiles(folder, WEIGHT_NAMES[model_type], decoder)
+    files = ShardedFiles(paths)
+    expected = {name: tuple(parameter.shape) for name, parameter in decoder.unfused_parameters().items()}
+    shapes = {name: tuple(files.shape(name)) for name in files.names}
+    wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
+    if wrong:
+        raise CheckpointError(f"{folder}: the weights do not match config.json", f"see {', '.join(wrong[:8])}")
+    return files
+
+
+class ResizedEmbeddings:
+    """A `TensorSource` with more embeddings (and head outputs) than its files: the new ones are the mean of the old."""
+
+    def __init__(self, source: TensorSource, old_size: int) -> None:
+        self.source, self.old_size = source, old_size
+        self._means: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
+        if name not in (EMBEDDING, HEAD):
+            self.source.read_into(name, target, offset)
+            return
+        old = min(max(0, self.old_size - offset[0]), len(target))
+        if old:
+            self.source.read_into(name, target[:old], offset)
+        if old < len(target):
+            target[old:] = self._mean(name, target).to(target)
+
+    def _mean(self, name: str, like: Tensor) -> Tensor:
+        if (name, like.dtype) not in self._means:
+            starts = range(0, self.old_size, MEAN_CHUNK)
+            self._means[name, like.dtype] = mean_embedding(self._chunk(name, start, like) for start in starts)
+        return self._means[name, like.dtype]
+
+    def _chunk(self, name: str, start: int, like: Tensor) -> Tensor:
+        chunk = like.new_empty((min(MEAN_CHUNK, self.old_size - start), like.shape[1]), device="cpu")
+        self.source.read_into(name, chunk, (start, 0))
+        return chunk
+
+
+def _load_native(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    execution: Execution,
+    builder: ModelBuilder,
+    tokenizer_size: int,
+) -> NativeModel:
+    hf_config, family, config = read_model_config(folder)
+    choice = choose_attention(config, execution, device, dtype)
+    files = open_weights(folder, hf_config["model_type"], config)
+    source: TensorSource = files
+    warning = dropout_warning(hf_config)
+    warnings = [] if warning is None else [warning]
+    if tokenizer_size > config.vocab_size:
+        source, new_size = ResizedEmbeddings(source, config.vocab_size), padded_vocab_size(tokenizer_size)
+        warnings.append(resize_note(tokenizer_size, config.vocab_size, new_size))
+        config, hf_config["vocab_size"] = replace(config, vocab_size=new_size), new_size
+    decoders = builder.build_decoders(config, choice.backend, execution.fused)
+    fill_parameters(decoders, source)
+    if isinstance(files, WeightFiles):
+        _check_head_copies(files, decoders)
+    if _remote_code_class(hf_config):
+        warnings.append(f"config.json names its own code ({_remote_code_class(hf_config)}), which is not run")
+    generation_config = folder / GENERATION_CONFIG
+    return NativeModel(
+        decoders[0],
+        hf_config,
+        generation_config.read_bytes() if generation_config.is_file() else None,
+        notes=[f"attention: {choice.backend} ({choice.reason})", *builder.notes],
+        warnings=warnings + _misspelled_keys(hf_config),
+        family=family,
+        stages=decoders,
+    )
+
+
+def _check_head_copies(files: WeightFiles, decoders: Sequence[Decoder]) -> None:
+    """Each rank compares its part of the embedding, without the embeddings that resizing added."""
+    for decoder in decoders:
+        if decoder.has_embedding and decoder.config.tied:
+            for shard in local_shards(decoder.config, EMBEDDING, decoder.tok_embed.weight.detach()):
+                old = max(0, files.shape(EMBEDDING)[0] - shard.offset[0])
+                files.check_head_copies(shard.tensor[:old], shard.offset)
+
+
+def _check_native_execution(
+    config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: Execution
+) -> None:
+    choose_attention(config, execution, device, dtype)
+    choose_liger(execution.liger, config, execution.compile, device, execution.tp)
+    if execution.compile != "none":
+        check_compiler(device)
+
+
+def _remote_code_class(hf_config: dict[str, Any]) -> str | None:
+    """The causal model class in a folder's own code, or None."""
+    auto_map = hf_config.get("auto_map")
+    return auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
+
+
+def _implementation_of_run(folder: Path) -> str | None:
+    """Which implementation saved a checkpoint; None for other folders."""
+    try:
+        return json.loads((folder / "state.json").read_text()).get("implementation")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _misspelled_keys(hf_config: dict[str, Any]) -> list[str]:
+    """A warning for every unknown key that is close to a known one: a typo would silently change the model."""
+    from transformers import AutoConfig
+
+    own = AutoConfig.for_model(hf_config["model_type"]).to_dict()
+    known = {*(key for key in own if not key.startswith("_")), *LEGACY_KEYS}
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
+    keys = [(key, known) for key in hf_config]
+    if isinstance(rope, dict):
+        keys += [(key, set(ROPE_KEYS)) for key, value in rope.items() if not isinstance(value, dict)]
+    warnings = []
+    for key, names in keys:
+        similar = difflib.get_close_matches(key, names, 1, cutoff=0.88) if key not in names else []
+        if similar:
+            warnings.append(f"config.json: unknown key {key} has no effect (did you mean {similar[0]}?)")
+    return warnings

@@ -1,0 +1,102 @@
+"""The sizes of batches, and how the samples of an optimizer step become micro-batches on every data-parallel rank.
+
+In a micro-step every rank has one micro-batch: a list of rows, and a row is a list of samples. The assignment depends
+only on lengths, so every rank computes all of it without communication and takes its own part. Which samples a step has
+does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchstone.config.schema import TrainingConfig
+from torchstone.data.assignment import assign_micro_batches
+from torchstone.errors import UsageError
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples per step, and the limit of a micro-batch: `rows`, or `tokens` if conversations share rows."""
+
+    global_batch_size: int
+    rows: int | None
+    tokens: int | None
+
+    def micro_steps(self, samples: np.ndarray, lengths: np.ndarray, dp: int = 1) -> list[list[Rows]]:
+        """For every micro-step the rows of each rank; no rows for a rank without samples.
+
+        `lengths` are those of all samples of the data, not only of this step.
+        """
+        if self.tokens is not None:
+            micro_steps = assign_micro_batches(lengths[samples], self.tokens, dp)
+            return [[[[int(samples[i]) for i in each]] if each else [] for each in ranks] for ranks in micro_steps]
+        assert self.rows is not None
+        size = self.rows * dp
+        return [
+            [[[int(i)] for i in part] for part in np.array_split(samples[start : start + size], dp)]
+            for start in range(0, len(samples), size)
+        ]
+
+
+def resolve_batch_sizes(
+    training: TrainingConfig, packed: bool, context_length: int, default_rows: int, dp: int = 1
+) -> BatchSizes:
+    """Returns the configured sizes and those derived from them. `packed`: several samples share a row."""
+    if packed:
+        return _packed_batch_sizes(training, context_length, dp)
+    rows = training.batch_size
+    if training.max_tokens_per_gpu is not None:
+        if rows is not None:
+            raise UsageError(
+                "training.batch_size and training.max_tokens_per_gpu both limit a micro-batch", "set only one of them"
+            )
+        rows = training.max_tokens_per_gpu // context_length
+        if rows == 0:
+            raise UsageError(
+                f"training.max_tokens_per_gpu {training.max_tokens_per_gpu} is less than one row of "
+                f"data.context_length {context_length}"
+            )
+    total, accumulation = training.global_batch_size, training.grad_accum_steps
+    if total is not None and accumulation is not None:
+        rows = _check_accumulation(total, accumulation, rows, dp)
+    rows = rows or min(-(-(total or 10**9) // dp), default_rows)
+    return BatchSizes(total or rows * (accumulation or 1) * dp, rows=rows, tokens=None)
+
+
+def _check_accumulation(total: int, accumulation: int, rows: int | None, dp: int) -> int:
+    """The rows of a micro-batch if both the global batch size and the accumulation are set."""
+    ranks = f" x {dp} data-parallel ranks" if dp > 1 else ""
+    if rows is not None and rows * accumulation * dp != total:
+        raise UsageError(
+            f"training.global_batch_size {total} is not batch_size {rows} x grad_accum_steps {accumulation}{ranks}",
+            f"leave one out, or use --training.global_batch_size {rows * accumulation * dp}",
+        )
+    rows = rows or -(-total // (accumulation * dp))
+    steps = -(-total // (rows * dp))
+    if steps != accumulation:
+        raise UsageError(
+            f"training.global_batch_size {total} does not split into {accumulation} micro-steps of equal size{ranks}",
+            f"leave out training.grad_accum_steps: micro-batches of {rows} rows give {steps}",
+        )
+    return rows
+
+
+def _packed_batch_sizes(training: TrainingConfig, context_length: int, dp: int) -> BatchSizes:
+    for key in ("batch_size", "grad_accum_steps"):
+        if getattr(training, key) is not None:
+            raise UsageError(
+                f"training.{key} does not apply to packed conversations: training.max_tokens_per_gpu limits a "
+                "micro-batch, and the number of micro-batches is computed",
+                "use --training.global_batch_size N, or --data.packing false",
+            )
+    tokens = training.max_tokens_per_gpu or context_length
+    if tokens < context_length:
+        raise UsageError(
+            f"training.max_tokens_per_gpu {tokens} is less than data.context_length {context_length}",
+            "the longest row must fit in a micro-batch",
+        )
+    return BatchSizes(training.global_batch_size or 4 * dp, rows=None, tokens=tokens)

@@ -1,0 +1,57 @@
+"""The hash of a file's contents, cached, so that a terabyte is not read again at every start.
+
+A hash is cached with the file's identity on disk: device, inode, size, and the times of its last changes in
+nanoseconds. No tool changes a file's bytes and keeps all of these. A file that changed within the last seconds is
+hashed again next time, because a clock may tick more slowly than files are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from torchstone.atomic import write_text
+
+SETTLED_SECONDS = 2.0
+
+
+def file_identity(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def content_hash(path: Path, cache_dir: Path) -> str:
+    """SHA-256 of the file `path`, cached in `cache_dir`."""
+    identity = file_identity(path)
+    entry_file = cache_dir / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+    if entry_file.is_file():
+        entry = _read_entry(entry_file)
+        if entry.get("identity") == identity:
+            return str(entry["sha256"])
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    is_settled = file_identity(path) == identity and time.time() - identity[-1] / 1e9 > SETTLED_SECONDS
+    if is_settled and _can_write(cache_dir):
+        write_text(entry_file, json.dumps({"path": str(path), "identity": identity, "sha256": digest}) + "\n")
+    return digest
+
+
+def _can_write(cache_dir: Path) -> bool:
+    """A read-only cache is not an error: the hash is computed again."""
+    if not cache_dir.is_dir():
+        if cache_dir.parent.is_dir() and not os.access(cache_dir.parent, os.W_OK):
+            return False
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    return os.access(cache_dir, os.W_OK)
+
+
+def _read_entry(path: Path) -> dict[str, object]:
+    """A damaged entry counts as missing."""
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}

@@ -1,0 +1,205 @@
+"""The heartbeat of a worker, and where its output goes.
+
+A launcher cannot ask a worker that hangs what it is doing. So each worker maps a small file and writes into it its
+phase, its step, and two times: when it last made progress and when it was last alive. A thread updates the second one
+twice a second. Both are needed: a rank that waits for a stopped rank makes no progress either, but it is alive. A
+heartbeat costs too little to measure.
+
+The output of a launched worker, including tracebacks and what libraries write, goes to its own log. Lines for the user
+go to the terminal of the launcher. A process without a launcher writes both to its terminal.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+# What a launcher sets besides torchrun's variables: the folder of the heartbeats, and the file of the process group's
+# store (parallel/mesh.py), which replaces MASTER_ADDR and MASTER_PORT on a single node.
+FOLDER_VARIABLE = "TORCHSTONE_HEARTBEATS"
+STORE_VARIABLE = "TORCHSTONE_STORE"
+# torchrun's variable: where a worker writes the error that ends it.
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# Makes a worker write its Python stacks to its log.
+STACK_SIGNAL = signal.SIGQUIT
+INTERVAL = 0.5
+
+# alive_at, progress_at, step, is_waiting, length of the phase; the phase follows.
+_HEADER = struct.Struct("<ddq?i")
+_IS_WAITING = struct.calcsize("<ddq")
+_SIZE = 512
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a launcher reads. Times are from the monotonic clock, which all processes of a machine share.
+
+    `step` is the last step that began, 0 before the first. `is_waiting`: the worker waits for other ranks.
+    """
+
+    alive_at: float
+    progress_at: float
+    step: int
+    is_waiting: bool
+    phase: str
+
+
+class _Process:
+    """The state of this process."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.step = 0
+        self.terminal: TextIO | None = None
+        self.error_file: str | None = None
+        self.file: mmap.mmap | None = None
+
+
+_process = _Process()
+
+
+def attach() -> None:
+    """Starts the heartbeat if a launcher has prepared one for this process. Child processes get none."""
+    folder, rank = os.environ.pop(FOLDER_VARIABLE, None), os.environ.get("RANK")
+    if folder is None or rank is None or not _heartbeat_file(Path(folder), int(rank)).is_file():
+        return
+    with _heartbeat_file(Path(folder), int(rank)).open("r+b") as file:
+        _process.file = mmap.mmap(file.fileno(), _SIZE)
+    _process.error_file = os.environ.pop(ERROR_VARIABLE, None)
+    report_phase(_process.phase)
+    threading.Thread(target=_beat, args=(_process.file, os.getppid()), daemon=True, name="heartbeat").start()
+
+
+def is_attached() -> bool:
+    """Whether a launcher of this package watches this process."""
+    return _process.file is not None
+
+
+def current_phase() -> str:
+    return _process.phase
+
+
+def report_phase(phase: str, step: int = 0) -> None:
+    """Records what this process does from now on. A nonzero `step` becomes the current step."""
+    _process.phase, _process.step = phase, step or _process.step
+    if _process.file is not None:
+        text = phase.encode()[: _SIZE - _HEADER.size]
+        now = time.monotonic()
+        # One copy: pack_into would first fill the map with zeros, which the launcher could read.
+        data = _HEADER.pack(now, now, _process.step, False, len(text)) + text
+        _process.file[: len(data)] = data
+
+
+@contextmanager
+def waiting_for_ranks() -> Iterator[None]:
+    """Marks this process as waiting for other ranks, so that the launcher does not blame it for a hang."""
+    if _process.file is None:
+        yield
+        return
+    _process.file[_IS_WAITING] = 1
+    try:
+        yield
+    finally:
+        _process.file[_IS_WAITING] = 0
+
+
+def redirect_output(path: Path) -> None:
+    """Sends stdout and stderr of this process to `path`. `terminal()` and `print_line` keep the old stderr."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _process.terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    with path.open("ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # Stacks go to the log: after a crash, and when the launcher asks for them.
+    faulthandler.enable(sys.__stderr__ or 2)
+    faulthandler.register(STACK_SIGNAL, sys.__stderr__ or 2, chain=False)
+
+
+def terminal() -> TextIO | None:
+    """The launcher's terminal; None if the output of this process is not redirected."""
+    return _process.terminal
+
+
+def print_line(text: str) -> None:
+    """Writes a line for the user. A closed terminal is not an error."""
+    with suppress(OSError, ValueError):
+        stream = _process.terminal or sys.stderr
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
+def write_error(error: BaseException, message: str, exit_code: int) -> None:
+    """Writes the error to a file for the launcher, in torchrun's format."""
+    path = _process.error_file or os.environ.get(ERROR_VARIABLE)
+    if not path:
+        return
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    content = {"message": {"message": message, "errorCode": exit_code, "extraInfo": details}}
+    # A full disk must not change how this process ends.
+    with suppress(OSError):
+        Path(path).write_text(json.dumps(content))
+
+
+def create_heartbeat(folder: Path, rank: int) -> None:
+    """Creates the heartbeat file of a worker that is about to start, and removes the previous error file."""
+    now = time.monotonic()
+    header = _HEADER.pack(now, now, 0, False, len(b"starting")) + b"starting"
+    _heartbeat_file(folder, rank).write_bytes(header.ljust(_SIZE, b"\0"))
+    error_file(folder, rank).unlink(missing_ok=True)
+
+
+def read_heartbeat(folder: Path, rank: int) -> Heartbeat | None:
+    """Returns None if the file was removed."""
+    try:
+        data = _heartbeat_file(folder, rank).read_bytes()
+    except OSError:
+        return None
+    alive_at, progress_at, step, is_waiting, length = _HEADER.unpack_from(data)
+    phase = data[_HEADER.size : _HEADER.size + length].decode(errors="replace")
+    return Heartbeat(alive_at, progress_at, step, is_waiting, phase)
+
+
+def read_error(folder: Path, rank: int) -> str | None:
+    """Returns the message that a worker wrote with `write_error`, or None."""
+    try:
+        return str(json.loads(error_file(folder, rank).read_text())["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    return folder / f"error-{rank}.json"
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
+
+
+def _heartbeat_file(folder: Path, rank: int) -> Path:
+    return folder / f"heartbeat-{rank}"
+
+
+def _beat(file: mmap.mmap, parent: int) -> None:
+    is_orphan = False
+    while True:
+        file[:8] = struct.pack("<d", time.monotonic())
+        if not is_orphan and os.getppid() != parent:
+            # The launcher was killed, so nothing else would stop this process. SIGTERM makes it save and exit.
+            is_orphan = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(INTERVAL)

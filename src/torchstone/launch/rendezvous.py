@@ -1,0 +1,281 @@
+"""How the launchers of several nodes find each other: TorchElastic's c10d rendezvous, plus what it does not provide.
+
+The rendezvous decides which nodes take part, notices nodes that join later, and is public API. On top of it the nodes
+exchange their `--node-rank`, because the rendezvous itself orders nodes by address, and the first node opens a store
+for the workers of this attempt.
+
+Every call runs in a thread: after the loss of a machine or the network, connections stay open, and a call to torch's
+store blocks for 15 minutes. In the meantime the launcher has to watch its workers and react to signals.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torchstone.errors import WorkerError
+from torchstone.heartbeat import print_line
+from torchstone.launch.nodes import Nodes
+from torchstone.launch.supervise import POLL_INTERVAL
+
+T = TypeVar("T")
+# Seconds between two checks for nodes that want to join.
+MEMBERSHIP_INTERVAL = 2.0
+# Seconds to wait for further nodes when enough have joined.
+LAST_CALL = 10
+# Timeout in seconds for one request to the store.
+STORE_TIMEOUT = 60
+# Seconds to wait for the other nodes to finish, and for the shutdown call, which may not return.
+EXIT_TIMEOUT = 300.0
+LEAVE_TIMEOUT = 5.0
+# An address reserved for documentation (RFC 5737): the route to it is the default route.
+TEST_NET_ADDRESS = "192.0.2.1"
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The ranks of this node's workers in one attempt, and the variables by which they find the others."""
+
+    first_rank: int
+    world_size: int
+    node_rank: int
+    num_nodes: int
+    attempt: int
+    environment: Mapping[str, str]
+
+
+class NodeGroup:
+    """The nodes of a run, as the launcher of one node sees them. A `WorkerError` means that they are out of reach."""
+
+    def __init__(self, nodes: Nodes, nproc: int, join_timeout: float, is_stopped: Callable[[], bool]) -> None:
+        assert nodes.endpoint is not None
+        self._nodes, self._endpoint, self._nproc = nodes, nodes.endpoint, nproc
+        self._join_timeout, self._is_stopped = join_timeout, is_stopped
+        self._handler: Any = None
+        # Torch's result of the last rendezvous, and the store of the workers, if this node hosts it.
+        self._info: Any = None
+        self._worker_store: Any = None
+        self._waiting_nodes: Future[Any] | None = None
+        self._next_question = 0.0
+
+    def join(self, attempt: int) -> RankAssignment | None:
+        """Waits for the other nodes, for `join_timeout` at most. None if a signal arrived."""
+        if self._handler is None:
+            low, high = self._nodes.min_nodes, self._nodes.max_nodes
+            print_line(f"waiting for {low if low == high else f'{low} to {high}'} nodes at {self._endpoint}")
+            _import_torch()
+        self._waiting_nodes = None
+        future = _run_in_thread(lambda: self._join(attempt))
+        while not _is_done(future) and not self._is_stopped():
+            pass
+        return None if self._is_stopped() else self._result_of(future)
+
+    def has_new_nodes(self) -> bool:
+        """Whether nodes wait to join; False while there is no answer. Asks every few seconds."""
+        if self._waiting_nodes is None:
+            if time.monotonic() < self._next_question:
+                return False
+            self._waiting_nodes = _run_in_thread(self._handler.num_nodes_waiting)
+        if not self._waiting_nodes.done():
+            return False
+        count, self._waiting_nodes = self._result_of(self._waiting_nodes), None
+        self._next_question = time.monotonic() + MEMBERSHIP_INTERVAL
+        if count:
+            print_line(f"{count} more node{'s' if count > 1 else ''} joined: all workers save and restart together")
+        return bool(count)
+
+    def is_growing(self) -> bool:
+        """Whether workers that saved without a signal did so because a node wants to join. Takes a few seconds."""
+        handler = self._handler
+        # A closed rendezvous, or one that is out of reach: another node has stopped.
+        answer = self._poll_until_true(
+            lambda: handler.num_nodes_waiting() or -handler.is_closed(), 2 * MEMBERSHIP_INTERVAL
+        )
+        return answer is not None and answer > 0
+
+    def wait_for_all(self) -> None:
+        """Waits until the workers of all nodes have finished: this node may host the store that they use."""
+        info = self._info
+        keys = [f"torchstone/finished/{number}" for number in range(info.world_size)]
+
+        def is_finished() -> bool:
+            info.store.set(keys[info.rank], "")
+            return info.store.check(keys) or self._handler.is_closed()
+
+        self._poll_until_true(is_finished, EXIT_TIMEOUT)
+
+    def leave(self) -> None:
+        """Closes the rendezvous, which ends the run for the other nodes as well."""
+        if self._handler is not None:
+            _is_done(_run_in_thread(self._handler.shutdown), LEAVE_TIMEOUT)
+
+    def _poll_until_true(self, question: Callable[[], T], seconds: float) -> T | None:
+        """Calls `question` until it returns a true value. None after `seconds`, a signal or an error."""
+        deadline = time.monotonic() + seconds
+        future = _run_in_thread(question)
+        while time.monotonic() < deadline and not self._is_stopped():
+            if _is_done(future):
+                if future.exception() or future.result():
+                    return None if future.exception() else future.result()
+                time.sleep(POLL_INTERVAL)
+                future = _run_in_thread(question)
+        return None
+
+    def _result_of(self, future: Future[T]) -> T:
+        from torch.distributed import DistError
+        from torch.distributed.elastic import rendezvous
+
+        try:
+            return future.result()
+        except rendezvous.RendezvousTimeoutError as error:
+            text = f"fewer than {self._nodes.min_nodes} nodes joined at {self._endpoint} in {self._join_timeout:g} s"
+            raise WorkerError(text, "start all nodes; --system.join_timeout sets the limit") from error
+        except rendezvous.RendezvousClosedError as error:
+            raise WorkerError("another node has ended the run") from error
+        except (rendezvous.RendezvousError, DistError, OSError) as error:
+            raise WorkerError(f"cannot reach the node at {self._endpoint}: {error.__cause__ or error}") from error
+
+    def _join(self, attempt: int) -> RankAssignment:
+        import torch.distributed as dist
+
+        if self._handler is None:
+            self._handler = self._connect()
+        # Torch would publish the address of its own worker store only once: a node that joins later would not get it.
+        with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
+            self._info = self._handler.next_rendezvous()
+        rank, num_nodes, store = self._info.rank, self._info.world_size, self._info.store
+        store.set(f"torchstone/node/{rank}", json.dumps([self._nodes.rank, self._nproc, attempt]))
+        nodes = [json.loads(store.get(f"torchstone/node/{number}")) for number in range(num_nodes)]
+        order = _order([node_rank for node_rank, _, _ in nodes])
+        position = order.index(rank)
+        sizes = [nodes[number][1] for number in order]
+        # Nodes may have started their workers a different number of times.
+        attempt = max(number for _, _, number in nodes)
+        address = own_address(self._endpoint)
+        if position == 0:
+            # A new store for every attempt: an old one holds the addresses of processes that are gone.
+            self._worker_store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            store.set("torchstone/store", json.dumps([address, self._worker_store.port]))
+        host, port = json.loads(store.get("torchstone/store"))
+        # The last one tells torch that the store runs in the launcher and not in rank 0.
+        environment = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environment |= interface_variables(address, "GLOO_SOCKET_IFNAME")
+        return RankAssignment(sum(sizes[:position]), sum(sizes), position, num_nodes, attempt, environment)
+
+    def _connect(self) -> Any:
+        """Torch's handler. Retries, because the host may start later and its name may not resolve yet."""
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        nodes, deadline = self._nodes, time.monotonic() + self._join_timeout
+        host, _, port = self._endpoint.rpartition(":")
+        options: dict[str, Any] = {} if nodes.rank is None else {"is_host": nodes.rank == 0}
+        options["join_timeout"], options["last_call_timeout"] = int(self._join_timeout), LAST_CALL
+        options["read_timeout"] = max(1, int(min(STORE_TIMEOUT, self._join_timeout)))
+        while True:
+            try:
+                if nodes.rank:
+                    # Torch waits for a minute at a time, deep in C++, where it cannot be interrupted.
+                    socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+                local_addr = own_address(self._endpoint)
+                limits = (nodes.min_nodes, nodes.max_nodes)
+                parameters = RendezvousParameters("c10d", self._endpoint, nodes.run_id, *limits, local_addr, **options)
+                return get_rendezvous_handler(parameters)
+            except (RendezvousConnectionError, OSError) as error:
+                # Without --node-rank this node may be the host, which must know its own name.
+                is_host_unknown = nodes.rank is None and isinstance(error, socket.gaierror)
+                if time.monotonic() > deadline or nodes.rank == 0 or is_host_unknown or self._is_stopped():
+                    raise
+            time.sleep(1)
+
+
+def interface_variables(address: str, *names: str) -> dict[str, str]:
+    """The variables `names` that the user has not set, with the name of the interface that has this address.
+
+    Without GLOO_SOCKET_IFNAME gloo looks up the machine's own name, which may resolve to any interface.
+    """
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return {variable: name for variable in names if variable not in os.environ}
+    return {}
+
+
+def own_address(endpoint: str) -> str:
+    """The address by which the other nodes see this machine. Its name may be unknown to them.
+
+    The node at the endpoint often sees itself as 127.0.1.1; then the address of the default route is used.
+    """
+    host = endpoint.rpartition(":")[0].strip("[]")
+    address = _address_towards(host)
+    if not address.startswith(("127.", "::1")) or host.startswith(("127.", "::1", "localhost")):
+        return address
+    try:
+        return _address_towards(TEST_NET_ADDRESS)
+    except OSError:
+        return host
+
+
+def _address_towards(host: str) -> str:
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: connecting a datagram socket only looks up the route.
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _order(node_ranks: list[int | None]) -> list[int]:
+    """The rendezvous ranks of the nodes, in the order of their `--node-rank` if all have one."""
+    known = [rank for rank in node_ranks if rank is not None]
+    if len(known) < len(node_ranks):
+        return list(range(len(node_ranks)))
+    if len(set(known)) < len(known):
+        raise WorkerError(f"two nodes have the same --node-rank: {sorted(known)}", "give each node its own")
+    return sorted(range(len(known)), key=lambda number: known[number])
+
+
+def _run_in_thread(function: Callable[[], T]) -> Future[T]:
+    """Runs it in a daemon thread, which does not keep the process alive if it never returns."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _is_done(future: Future[Any], seconds: float = POLL_INTERVAL) -> bool:
+    return bool(wait([future], seconds).done)
+
+
+def _import_torch() -> None:
+    """In the main thread: a process cannot exit cleanly while another thread imports torch."""
+    # Torch reads it once, on import. Otherwise it warns, with a C++ stack, when another node ends first.
+    with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR"):
+        import torch.distributed.elastic.rendezvous  # noqa: F401
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable temporarily; workers must not inherit it."""
+    previous, os.environ[name] = os.environ.get(name), value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if previous is None else {name: previous}

@@ -1,0 +1,1 @@
+"""Any causal model of Transformers behind the native decoder's interface."""

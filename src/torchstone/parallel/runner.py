@@ -1,0 +1,95 @@
+"""Runs micro-batches through a model in any parallel layout; returns loss sums and accumulates gradients.
+
+A loss sum is this rank's share. It is zero on ranks without the last pipeline stage, and on all tp ranks but the first,
+because they compute the same sum. The sum over all ranks is the loss sum of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from torchstone.config.schema import ParallelConfig
+from torchstone.data.collate import MicroBatch
+from torchstone.loss.cross_entropy import token_loss_sum
+from torchstone.models.model import Model
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
+from torchstone.parallel.pipeline import Pipeline
+from torchstone.parallel.shard import reduces_once_per_step, reshard, set_fsdp_sync
+
+
+def micro_batch_loss(
+    module: nn.Module, x: Tensor, positions_BT: Tensor, doc_ids_BT: Tensor | None, labels_BT: Tensor
+) -> Tensor:
+    """The sum of the token losses of one micro-batch. The logits, the largest tensor of a step, are freed on return;
+    a module with a `fused_loss` never has all of them."""
+    fused_loss = getattr(module, "fused_loss", None)
+    if fused_loss is not None:
+        return module(x, positions_BT, doc_ids_BT, loss_fn=partial(fused_loss, labels_BT=labels_BT))
+    return token_loss_sum(module(x, positions_BT, doc_ids_BT), labels_BT)
+
+
+class Runner:
+    """A model in its parallel layout. `packed`: whether rows may hold several documents."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        packed: bool,
+        ctx: ParallelContext = SINGLE_PROCESS,
+        parallel: ParallelConfig | None = None,
+        fsdp_roots: Sequence[nn.Module] = (),
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        self.model, self.device, self.packed, self.ctx = model, device, packed, ctx
+        self.parallel = parallel or ParallelConfig()
+        self.fsdp_roots, self.pipeline = list(fsdp_roots), pipeline
+        self._reduces_once = reduces_once_per_step(self.parallel, ctx.dims.dp_shard)
+
+    def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
+        """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""
+        with self._loss_parallel():
+            if self.pipeline is not None:
+                return self._own_share(self.pipeline.loss_sum(batches, self.packed, 1.0 / loss_tokens))
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for number, batch in enumerate(batches):
+                is_last = number == len(batches) - 1
+                set_fsdp_sync(self.fsdp_roots, is_last, self._reduces_once, self.parallel.zero)
+                loss = micro_batch_loss(self.model.module, *self._inputs(batch))
+                (loss / loss_tokens).backward()
+                total += loss.detach()
+        return self._own_share(total)
+
+    @torch.no_grad()
+    def forward(self, batches: Iterable[MicroBatch]) -> Tensor:
+        """This rank's share of the loss sum, without gradients."""
+        with self._loss_parallel():
+            if self.pipeline is not None:
+                return self._own_share(self.pipeline.loss_sum(list(batches), self.packed, None))
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for batch in batches:
+                total += micro_batch_loss(self.model.module, *self._inputs(batch))
+        return self._own_share(total)
+
+    def reshard(self) -> None:
+        """Call it after `forward`, which leaves some parameters gathered: the optimizer updates only the shards."""
+        for root in self.fsdp_roots:
+            reshard(root)
+
+    def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        # gloo aborts the process if the ranks' shards of a row have different lengths.
+        assert batch.ids.shape[1] % self.ctx.dims.tp == 0, "the row length is not a multiple of parallel.tp"
+        batch = batch.to(self.device)
+        return batch.ids, batch.positions, batch.doc_ids if self.packed else None, batch.labels
+
+    def _own_share(self, total: Tensor) -> Tensor:
+        return total if self.ctx.tp_rank == 0 else torch.zeros_like(total)
+
+    def _loss_parallel(self) -> AbstractContextManager[None]:
+        return loss_parallel() if self.ctx.dims.tp > 1 else nullcontext()

@@ -1,0 +1,33 @@
+"""The code of the entry points in scripts/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from torchstone.config.load import extract_flags
+from torchstone.errors import TorchstoneError, UsageError
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Prints an error and exits with its code, as `torchstone` does."""
+    try:
+        yield
+    except TorchstoneError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+
+
+def extract_script_flags(
+    args: list[str], names: Collection[str], switches: Collection[str] = ()
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Takes a script's own flags out of a command line; returns them, with underscores, and the remaining arguments."""
+    flags, remaining = extract_flags(
+        args, lambda name: name in names or name in switches, lambda name: name in switches
+    )
+    for name, value in flags:
+        if not value:
+            raise UsageError(f"--{name} needs a value", f"write --{name} VALUE or --{name}=VALUE")
+    return [(name.replace("-", "_"), value) for name, value in flags], remaining

@@ -1,0 +1,213 @@
+"""The training stages of nanochat (base, mid, chat), each a table of defaults for `torchstone train`.
+
+A script in scripts/ is a `TrainingScript` and `run_script(SCRIPT)`. Its own flags become config keys, everything else
+is passed to `train`, and preset, file and flags override its defaults. Some defaults depend on other settings (a run is
+named after its model's depth), so they are computed after everything is read and before it is validated.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchstone.config.files import read_config_file
+from torchstone.config.load import Layers, resolve
+from torchstone.config.schema import DEFAULT_TEXT_ROWS, Config, DataConfig
+from torchstone.errors import UsageError
+from torchstone.scripts import exit_on_error, extract_script_flags
+
+RUNS = Path("runs")
+
+# A flag, the key it sets, and its help.
+FLAGS = {
+    "depth": ("model.depth", "Layers of the new model, which determine width and heads."),
+    "data": ("data.path", "Training data: a file, folder or glob, or several separated by commas."),
+    "tokenizer": ("model.tokenizer", "Folder of the tokenizer."),
+    "device_batch_size": ("training.batch_size", "Rows per device and micro-step."),
+    "max_seq_len": ("data.context_length", "Maximum sequence length in tokens."),
+    "total_batch_size": ("training.global_batch_size", "Tokens of text per step, a multiple of --max-seq-len."),
+    "num_iterations": ("training.max_steps", "Number of optimizer steps."),
+    "run": ("output_dir", "Name of the run: its folder is runs/NAME."),
+}
+UNSUPPORTED_FLAGS = ("auto_batch_size", "batch_size_margin", "batch_size_cache")
+
+
+@dataclass(frozen=True)
+class TrainingScript:
+    """`stage` is the prefix of its run names; `follows` are stages it can continue: the first that has a run is used.
+
+    A script that follows none makes a new model. `data_defaults` apply if no data is set, `defaults` always. `check`
+    may return a warning about the config.
+    """
+
+    stage: str
+    name: str
+    description: str
+    data_defaults: dict[str, str]
+    defaults: dict[str, str]
+    follows: tuple[str, ...] = ()
+    check: Callable[[Config], str | None] = lambda config: None
+
+
+def run_script(script: TrainingScript) -> None:
+    """Runs the command line of this process, and exits as `torchstone` does."""
+    args = sys.argv[1:]
+    if "--help" in args or "-h" in args:
+        sys.stdout.write(help_text(script))
+        return
+    with exit_on_error():
+        flags, remaining = _split_args(args)
+    from torchstone import cli
+
+    cli.main(["train", *remaining], lambda layers, job: resolve_script(script, flags, layers))
+
+
+def help_text(script: TrainingScript) -> str:
+    lines = [f"Usage: python scripts/{script.name}.py [CONFIG] [FLAGS]", "", script.description, ""]
+    for flag, (key, sentence) in FLAGS.items():
+        if flag == "depth" and script.follows:
+            runs = ", else ".join(f"runs/{stage}-dN" for stage in script.follows)
+            key, sentence = "model.path", f"Continue from {runs}; without it, from the newest such run."
+        if flag != "total_batch_size" or not script.follows:
+            lines.append(f"  --{flag.replace('_', '-'):<20}{sentence} [{key}]")
+    lines += ["", "Defaults:"]
+    lines += [f"  --{key} {value}" for key, value in (script.data_defaults | script.defaults).items()]
+    lines += [f"  --output-dir runs/{script.stage}-dN", "", "All other arguments go to `torchstone train`;"]
+    lines += ["`torchstone train --help-keys` lists the keys: --section.key VALUE, --preset, --max-steps, ..."]
+    return "\n".join(lines) + "\n"
+
+
+def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Layers) -> Config:
+    """The config of a run: the script's own flags on top of the layers, its defaults below."""
+    layers = layers.with_overrides(_flag_keys(script, flags, layers))
+    if script.follows:
+        layers = layers.with_overrides(_previous_model(script, flags, layers))
+        depth = re.search(r"-d\d+$", Path(str(layers.values()["model.path"])).name)
+        name = script.stage + (depth.group() if depth else "")
+    else:
+        name = f"{script.stage}-d{_new_model_depth(script, layers)}"
+    defaults = script.defaults | ({} if "data.path" in layers.values() else script.data_defaults)
+    defaults["output_dir"] = str(RUNS / name)
+    config = resolve(layers, "train", defaults, f"the defaults of {script.name}")
+    warning = script.check(config)
+    if warning:
+        sys.stderr.write(f"warning: {warning}\n")
+    return config
+
+
+def check_rows_per_device(config: Config) -> str | None:
+    """A warning if a device gets more rows than in pretraining: only that number is known to fit."""
+    path = Path(str(config.model.path)) / "config.json"
+    training = read_config_file(path).values.get("training") if path.is_file() else None
+    if not isinstance(training, dict):
+        # A model that is not a run does not say how it was trained.
+        return None
+    rows, previous = config.training.batch_size, training.get("batch_size") or DEFAULT_TEXT_ROWS
+    if (rows or DEFAULT_TEXT_ROWS) <= previous:
+        return None
+    source = f"--device-batch-size {rows}" if rows else f"the default of {DEFAULT_TEXT_ROWS} rows per device"
+    return f"{source} is more than the {previous} rows that {path.parent} was pretrained with: it may not fit in memory"
+
+
+def _split_args(args: list[str]) -> tuple[dict[str, str], list[str]]:
+    pairs, remaining = extract_script_flags(args, FLAGS, UNSUPPORTED_FLAGS)
+    flags = dict(pairs)
+    for name in UNSUPPORTED_FLAGS:
+        if name in flags:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag}: automatic batch size is not in this version", "use --device-batch-size N")
+    return flags, remaining
+
+
+def _flag_keys(script: TrainingScript, flags: dict[str, str], layers: Layers) -> dict[str, str]:
+    """The script's flags as config keys. A flag whose key is set as well is refused."""
+    keys = {flag: key for flag, (key, _) in FLAGS.items()} | ({"depth": "model.path"} if script.follows else {})
+    for flag in flags:
+        if keys[flag] in layers.overrides:
+            raise UsageError(
+                f"--{flag.replace('_', '-')} and --{keys[flag]} are the same setting", "leave out one of them"
+            )
+    values = {keys[flag]: str(RUNS / value) if flag == "run" else value for flag, value in flags.items()}
+    # --depth is not a folder: `_previous_model` finds the run of that depth.
+    values.pop("model.path", None)
+    if "total_batch_size" in flags:
+        length = (layers.values() | values).get("data.context_length", DataConfig.context_length)
+        values["training.global_batch_size"] = _samples_per_step(script, flags["total_batch_size"], length)
+    return values
+
+
+def _samples_per_step(script: TrainingScript, total: str, context_length: object) -> str:
+    """Samples per step from tokens per step: rows of packed text all have the context length."""
+    if script.follows:
+        raise UsageError(
+            f"--total-batch-size needs rows of equal length, which {script.name} may not have",
+            "use --training.global_batch_size N, in samples",
+        )
+    tokens, length = _positive_int("--total-batch-size", total), _positive_int("data.context_length", context_length)
+    lower = tokens // length * length
+    if lower != tokens:
+        choices = f"{lower} or {lower + length}" if lower else str(length)
+        raise UsageError(
+            f"--total-batch-size {tokens} is not a multiple of the {length} tokens of a row", f"use {choices}"
+        )
+    return str(tokens // length)
+
+
+def _new_model_depth(script: TrainingScript, layers: Layers) -> int:
+    if "model.path" in layers.values(with_preset=False):
+        raise UsageError(
+            f"{script.name} makes a new model, but model.path is set", "use mid_train.py to continue from a model"
+        )
+    if "model.depth" not in layers.values():
+        raise UsageError(f"{script.name} needs the depth of the new model", "add --depth N, such as --depth 4")
+    return _positive_int("model.depth", layers.values()["model.depth"])
+
+
+def _previous_model(script: TrainingScript, flags: dict[str, str], layers: Layers) -> dict[str, str]:
+    """The run to continue from, unless model.path is set. It replaces the new model of a preset."""
+    values = layers.values()
+    if "depth" not in flags and "model.path" in values:
+        return {}
+    if "model.depth" in layers.values(with_preset=False):
+        raise UsageError(
+            f"{script.name} continues from a model, but model.depth makes a new one",
+            "leave it out; --depth N uses the run of that depth, --model.path FOLDER any model",
+        )
+    folder, reason = _previous_run(script, _positive_int("--depth", flags["depth"]) if "depth" in flags else None)
+    if values.get("observe.console") != "quiet":
+        sys.stderr.write(f"{script.name}: starting from {folder}, {reason}\n")
+    return {"model.path": str(folder)}
+
+
+def _previous_run(script: TrainingScript, depth: int | None) -> tuple[Path, str]:
+    """The run of the first stage that has any with a checkpoint, and why it was chosen."""
+    from torchstone.checkpoint.manifest import MANIFEST, list_checkpoints
+
+    for stage in script.follows:
+        runs = [
+            ((checkpoints[-1][1] / MANIFEST).stat().st_mtime_ns, folder)
+            for folder in RUNS.glob(f"{stage}-d*")
+            if re.fullmatch(rf"{stage}-d{depth or '[0-9]+'}", folder.name)
+            and (checkpoints := list_checkpoints(folder / "checkpoints"))
+        ]
+        if runs:
+            return max(runs)[1], f"the {stage} run of depth {depth}" if depth else f"the newest {stage} run"
+    names = " or ".join(str(RUNS / f"{stage}-d{depth or 'N'}") for stage in script.follows)
+    raise UsageError(
+        f"nothing to continue from: there is no {names} with a checkpoint",
+        f"run base_train.py --depth {depth or 'N'} first, or use --model.path FOLDER",
+    )
+
+
+def _positive_int(name: str, value: object) -> int:
+    """Parses a positive integer; 1e6 is accepted too."""
+    try:
+        number = float(str(value))
+        if number >= 1 and number == int(number):
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise UsageError(f"{name} must be a positive integer, not {value!r}")

@@ -1,0 +1,123 @@
+"""When a run ends, validates and saves, in optimizer steps and samples.
+
+The order of the samples is known before the first step, so tokens can be counted ahead. Every limit becomes a number of
+steps, which the learning-rate schedule and the ETA need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchstone.config.schema import Config, TrainingConfig
+from torchstone.data.loader import RunData
+from torchstone.training.state import Progress
+
+DRAWS_PER_CHUNK = 1 << 16
+# (step, samples)
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Something that happens every n steps or samples, and perhaps at the end of the run."""
+
+    steps: int | None = None
+    samples: tuple[float, ...] = ()
+    at_end: bool = False
+
+    def count(self, start: Position, end: Position) -> int:
+        """How many times it happens after `start` and up to `end`."""
+        counts = [0] if self.steps is None else [_multiples(start[0], end[0], self.steps)]
+        return max(counts + [_multiples(start[1], end[1], every) for every in self.samples])
+
+
+@dataclass(frozen=True)
+class TrainingSchedule:
+    """The step and the sample at which the run ends (None: never), and what happens in between."""
+
+    steps: int | None
+    samples: int | None
+    batch_size: int
+    validation: Interval = Interval()
+    checkpoint: Interval = Interval()
+
+    def is_done(self, progress: Progress) -> bool:
+        return self.steps is not None and progress.step >= self.steps
+
+    def is_due(self, interval: Interval, progress: Progress, step_samples: int, is_final_step: bool) -> bool:
+        """Whether it is due after a step of `step_samples` samples, which `progress` includes."""
+        before = (progress.step - 1, progress.samples - step_samples)
+        return interval.count(before, (progress.step, progress.samples)) > 0 or (interval.at_end and is_final_step)
+
+    def end(self, progress: Progress) -> Position:
+        """The last step and sample; only for a run that ends."""
+        assert self.steps is not None
+        samples = progress.samples + (self.steps - progress.step) * self.batch_size
+        return self.steps, samples if self.samples is None else min(samples, self.samples)
+
+    def count_left(self, interval: Interval, progress: Progress) -> int:
+        """How many more times it happens in a run that ends, for the ETA; at most once per step."""
+        end = self.end(progress)
+        steps_left = end[0] - progress.step
+        before_last = (end[0] - 1, end[1] - self.batch_size)
+        only_at_end = interval.at_end and steps_left > 0 and interval.count(before_last, end) == 0
+        return min(interval.count((progress.step, progress.samples), end), steps_left) + only_at_end
+
+
+def plan_schedule(config: Config, data: RunData, progress: Progress) -> TrainingSchedule:
+    """Returns the schedule of a run. Finished steps keep the batch size they had, even if it has changed since."""
+    steps, samples = _run_length(config.training, data, config.data.shuffle, progress)
+    training, checkpoint = config.training, config.checkpoint
+    validation = Interval()
+    if data.validation is not None:
+        every = _in_samples(training.validate_every_samples, training.validate_every_epochs, data)
+        validation = Interval(training.validate_every_steps, every, training.validate_at_end)
+    every = _in_samples(checkpoint.every_samples, checkpoint.every_epochs, data)
+    saving = Interval(checkpoint.every_steps, every, checkpoint.at_end)
+    return TrainingSchedule(steps, samples, data.batch_sizes.global_batch_size, validation, saving)
+
+
+def _run_length(
+    training: TrainingConfig, data: RunData, shuffle: bool, progress: Progress
+) -> tuple[int | None, int | None]:
+    """The last step, and the last sample if epochs or tokens limit the run."""
+    if training.mode == "infinite":
+        return None, None
+    batch_size = data.batch_sizes.global_batch_size
+    sample_limits = []
+    if training.max_tokens is not None:
+        needed = max(0, _samples_for_tokens(training.max_tokens, data, training.seed, shuffle) - progress.samples)
+        sample_limits.append(progress.samples + -(-needed // batch_size) * batch_size)
+    if training.max_epochs is not None or (training.max_steps is None and not sample_limits):
+        sample_limits.append(max(1, round((training.max_epochs or 1) * len(data.train))))
+    last_sample = min(sample_limits, default=None)
+    step_limits = [] if training.max_steps is None else [training.max_steps]
+    if last_sample is not None:
+        step_limits.append(progress.step + -(-max(0, last_sample - progress.samples) // batch_size))
+    return min(step_limits), last_sample
+
+
+def _samples_for_tokens(tokens: int, data: RunData, seed: int, shuffle: bool) -> int:
+    """The number of samples to draw for at least `tokens` tokens. Without weights all epochs have the same tokens."""
+    sampler = data.sampler(seed, shuffle)
+    tokens_per_epoch = int(data.train.lengths.sum())
+    epochs, tokens_left = (0, tokens) if data.weights else divmod(tokens, tokens_per_epoch)
+    sampler.consumed_samples = epochs * sampler.size
+    while tokens_left > 0:
+        cumulative = np.cumsum(data.train.lengths[sampler.take(DRAWS_PER_CHUNK)])
+        if cumulative[-1] >= tokens_left:
+            return sampler.consumed_samples - DRAWS_PER_CHUNK + int(np.searchsorted(cumulative, tokens_left)) + 1
+        tokens_left -= int(cumulative[-1])
+    return sampler.consumed_samples
+
+
+def _in_samples(samples: int | None, epochs: float | None, data: RunData) -> tuple[float, ...]:
+    intervals = (samples, None if epochs is None else epochs * len(data.train))
+    return tuple(interval for interval in intervals if interval is not None)
+
+
+def _multiples(start: float, end: float, every: float) -> int:
+    """How many multiples of `every` are in (start, end]. The tolerance absorbs the rounding of epochs such as 0.1."""
+    return int(end / every + 1e-9) - int(start / every + 1e-9)

@@ -1,0 +1,286 @@
+"""Builds a `Run` from a config: a new one, or resumed from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchstone import __version__, heartbeat
+from torchstone.checkpoint.load import (
+    CHECKPOINTS,
+    find_resume,
+    read_state,
+    resolve_model_folder,
+    restore_optimizer,
+    restore_rng_states,
+)
+from torchstone.checkpoint.manifest import list_checkpoints
+from torchstone.checkpoint.model_folder import check_model_folder, check_new_model, load_model
+from torchstone.config.schema import Config, SystemConfig
+from torchstone.data.loader import RunData, load_data
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
+from torchstone.demo.builtin import data_file, tokenizer_folder
+from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.execution import Execution
+from torchstone.models.model import Model, NativeModel, padded_vocab_size
+from torchstone.models.sizing import describe, init_std, sized_decoder_config, sized_hf_config
+from torchstone.observe.console import Console
+from torchstone.optim.build import build_optimizer
+from torchstone.optim.schedule import schedule_warnings
+from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_new_model, build_runner
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
+from torchstone.parallel.shard import COMPUTE_DTYPE, PARAM_DTYPE
+from torchstone.training.loop import Run, mark_best_checkpoint
+from torchstone.training.run_folder import check_identity, run_identity
+from torchstone.training.schedule import plan_schedule
+from torchstone.training.state import Progress
+
+
+def build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext = SINGLE_PROCESS) -> Run:
+    # Ranks that differ only in pp or tp see the same rows and need the same dropout.
+    seed = config.training.seed + ctx.dp_rank
+    torch.manual_seed(seed)
+    heartbeat.report_phase("looking for a checkpoint")
+    checkpoint = find_resume(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
+    source = checkpoint or (resolve_model_folder(config.model.path, ctx) if config.model.path else None)
+    execution = _execution(config, ctx)
+    tokenizer = _check_model(config, source, checkpoint, device, execution)
+    heartbeat.report_phase("opening the data")
+    data = open_data(config, tokenizer, console, ctx)
+    identity = run_identity(config, data)
+    state = {} if checkpoint is None else read_state(checkpoint)
+    progress = Progress()
+    if checkpoint is not None:
+        check_identity(state.get("identity", {}), identity, checkpoint)
+        progress = Progress.from_dict(state)
+        _warn_about_batch_size(state, data, console)
+    heartbeat.report_phase("loading the model")
+    builder = model_builder(config, ctx, device)
+    model = _build_model(config, source, builder, execution, tokenizer, console)
+    optimizer = build_optimizer(model.named_parameters(), config.optim, model.roles())
+    if checkpoint is not None:
+        # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
+        model.padding_idx = state.get("padding_row", model.padding_idx)
+        restore_optimizer(checkpoint, optimizer, model)
+        restore_rng_states(checkpoint, ctx, seed, console.warn)
+        console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
+    _warn_about_padding(model, tokenizer, console)
+    schedule = plan_schedule(config, data, progress)
+    for warning in schedule_warnings(schedule.steps, config.optim):
+        console.warn(warning)
+    checkpoint_info = {
+        "identity": identity,
+        "version": __version__,
+        "torch": torch.__version__,
+        "global_batch_size": data.batch_sizes.global_batch_size,
+        "padding_row": model.padding_idx,
+        "implementation": model.implementation,
+        "model": model.notes,
+    }
+    runner = build_runner(model, builder, data.packed)
+    run = Run(
+        config, model, tokenizer, data, optimizer, runner, schedule, progress, console, checkpoint_info, checkpoint
+    )
+    mark_best_checkpoint(run)
+    return run
+
+
+def model_builder(config: Config, ctx: ParallelContext, device: torch.device) -> ModelBuilder:
+    precision = config.training.precision
+    if ctx.mesh is None:
+        return ModelBuilder(device, PARAM_DTYPE[precision])
+    return ShardedModelBuilder(ctx, config.parallel, precision, device)
+
+
+def open_data(config: Config, tokenizer: Tokenizer, console: Console, ctx: ParallelContext = SINGLE_PROCESS) -> RunData:
+    assert config.data.path is not None
+    cache_dir = Path(config.data.cache_dir)
+    train = [data_file(name, cache_dir) for name in config.data.path]
+    validation_path = config.data.validation_path
+    validation = None if validation_path is None else [data_file(name, cache_dir) for name in validation_path]
+    return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp)
+
+
+def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
+    if config.model.tokenizer is not None:
+        return tokenizer_folder(config.model.tokenizer, Path(config.data.cache_dir))
+    assert model_folder is not None
+    return model_folder
+
+
+def select_device(system: SystemConfig) -> torch.device:
+    if system.threads is not None:
+        torch.set_num_threads(system.threads)
+    if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("system.device is cuda, but torch sees no CUDA device", "use --system.device cpu")
+    count, index = torch.cuda.device_count(), system.device_id or 0
+    if is_distributed():
+        if system.device_id is not None:
+            raise UsageError(
+                "system.device_id is for a single process; launched workers take one device each",
+                "leave out system.device_id",
+            )
+        # A launcher of ours, or `srun --gpus-per-task`, shows each worker only its own device.
+        has_own_device = heartbeat.is_attached() or "SLURM_STEP_ID" in os.environ
+        index = 0 if count == 1 and has_own_device else local_rank()
+        if index >= count:
+            raise UsageError(f"local rank {index} has no CUDA device: this machine has {count}")
+    if index >= count:
+        raise UsageError(f"system.device_id is {index}, but there are {count} CUDA devices, counted from 0")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_row_length(model: Model, config: Config) -> None:
+    """Raises if rows are too long for the model, or if packing would change the results of its documents."""
+    max_length = config.data.context_length
+    reason = model.packing_error(max_length) if config.data.packing else None
+    if reason is not None:
+        raise UsageError(f"data.packing does not work with this model: {reason}", "use --data.packing false")
+    reason = model.length_error(max_length)
+    if reason is not None:
+        raise UsageError(f"rows of {max_length} tokens are too long: {reason}", "use a shorter --data.context_length")
+
+
+def check_vocabulary(model: Model, tokenizer: Tokenizer) -> None:
+    """Raises if the tokenizer is larger than the embedding; only training resizes the embedding."""
+    if tokenizer.size > model.vocab_size:
+        raise UsageError(
+            f"the tokenizer {tokenizer.path} has ids up to {tokenizer.size - 1}, but the model has only "
+            f"{model.vocab_size} embeddings",
+            "use the tokenizer of the model; training would resize the embedding",
+        )
+
+
+def _resume_setting(config: Config, ctx: ParallelContext) -> str:
+    """`checkpoint.resume`, but auto for restarted workers: they resume what they saved, even with never or a path."""
+    is_restarted = ctx.all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
+    has_saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
+    setting = config.checkpoint.resume
+    return "auto" if is_restarted and (has_saved or setting == "never") else setting
+
+
+def _check_model(
+    config: Config, source: Path | None, checkpoint: Path | None, device: torch.device, execution: Execution
+) -> Tokenizer:
+    """Checks the model before any data is tokenized; returns the tokenizer."""
+    dtype = COMPUTE_DTYPE[config.training.precision]
+    if source is not None:
+        check_model_folder(source, device, dtype, execution)
+    folder = checkpoint or tokenizer_path(config, source)
+    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
+    if source is None:
+        check_new_model(_new_hf_config(config, tokenizer), device, dtype, execution)
+    return tokenizer
+
+
+def _build_model(
+    config: Config,
+    source: Path | None,
+    builder: ModelBuilder,
+    execution: Execution,
+    tokenizer: Tokenizer,
+    console: Console,
+) -> Model:
+    if source is not None:
+        model = _load_model(config, source, builder, execution, tokenizer, console)
+    else:
+        model = _new_model(config, builder, execution, tokenizer, console)
+    for note in model.notes:
+        console.info(note)
+    for warning in model.warnings:
+        console.warn(warning)
+    check_row_length(model, config)
+    return model
+
+
+def _load_model(
+    config: Config, folder: Path, builder: ModelBuilder, execution: Execution, tokenizer: Tokenizer, console: Console
+) -> Model:
+    dtype, max_length = COMPUTE_DTYPE[config.training.precision], config.data.context_length
+    model = load_model(folder, builder.device, dtype, execution, builder, tokenizer.size)
+    if config.model.depth is not None:
+        expected = sized_decoder_config(config.model, padded_vocab_size(tokenizer.size), max_length)
+        if not isinstance(model, NativeModel) or expected != model.module.config:
+            raise CheckpointError(
+                f"the model in {folder} differs from the config: {model.describe()}",
+                f"the config has {config.model.family}, native: {describe(expected)}; choose another --output-dir to "
+                "start a new run",
+            )
+    for change in model.align_with_tokenizer(tokenizer.size, _special_ids(tokenizer), tokenizer.stop_ids):
+        console.warn(change)
+    if model.max_positions is not None and max_length > model.max_positions and model.length_error(max_length) is None:
+        console.warn(f"data.context_length {max_length} exceeds the {model.max_positions} positions of the model")
+    console.info(f"model {folder}: {model.describe()}")
+    return model
+
+
+def _new_model(
+    config: Config, builder: ModelBuilder, execution: Execution, tokenizer: Tokenizer, console: Console
+) -> Model:
+    if config.model.implementation == "fallback":
+        raise UsageError("a new model is native, but model.implementation is fallback", "set it to auto")
+    std = init_std(config.model, config.model.width or 64 * (config.model.depth or 0))
+    dtype, hf_config = COMPUTE_DTYPE[config.training.precision], _new_hf_config(config, tokenizer)
+    model = build_new_model(hf_config, std, config.training.seed, builder.device, dtype, execution, builder)
+    console.info(f"new model: {model.describe()}, init std {std:.4f}")
+    return model
+
+
+def _new_hf_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    vocab_size = padded_vocab_size(tokenizer.size)
+    return sized_hf_config(config.model, vocab_size, config.data.context_length) | _special_ids(tokenizer)
+
+
+def _execution(config: Config, ctx: ParallelContext) -> Execution:
+    model = config.model
+    if ctx.mesh is not None and model.compile == "whole":
+        raise UsageError(
+            "model.compile whole does not work with FSDP2, which gathers the model block by block",
+            "use --model.compile block",
+        )
+    if ctx.dims.tp > 1 and model.compile != "none":
+        raise UsageError(
+            "model.compile does not work with parallel.tp: torch.compile computes wrong gradients there",
+            "leave out one of them",
+        )
+    return Execution(
+        tp=ctx.dims.tp,
+        pp=ctx.dims.pp,
+        implementation=model.implementation,
+        attention=model.attention,
+        packed=config.data.packing,
+        fused=model.fused,
+        recompute=model.recompute,
+        compile=model.compile,
+        liger=model.liger,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _warn_about_batch_size(state: dict[str, Any], data: RunData, console: Console) -> None:
+    new = data.batch_sizes.global_batch_size
+    old = state.get("global_batch_size", new)
+    if old != new:
+        console.warn(
+            f"a step had {old} samples and now has {new}; set --training.global_batch_size {old} to keep it with any "
+            "number of processes"
+        )
+
+
+def _warn_about_padding(model: Model, tokenizer: Tokenizer, console: Console) -> None:
+    if model.padding_idx in {tokenizer.hf.bos_token_id, *tokenizer.stop_ids} - {None}:
+        console.warn(
+            f"token {model.padding_idx} is the model's pad_token_id but also occurs in text: its embedding is not "
+            "trained, as in Transformers"
+        )
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    return {key: getattr(tokenizer.hf, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

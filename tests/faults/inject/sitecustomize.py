@@ -1,0 +1,50 @@
+"""Injects faults. Python runs this file at the start of every process whose PYTHONPATH contains this folder.
+
+INJECT_FAULTS is a JSON list of [rank, phase, kind, attempts]. When that rank reports a phase that begins with `phase`,
+in one of the first `attempts` attempts of its launch, it raises, exits, kills or stops itself, or signals the launcher.
+The time goes to the file INJECT_TIME. Only the function by which a worker reports its phase is replaced.
+"""
+
+import json
+import os
+import signal
+import time
+
+
+def inject(faults: list[tuple[int, str, str, int]]) -> None:
+    from torchstone import heartbeat
+
+    def report_phase(phase: str, step: int = 0) -> None:
+        original(phase, step)
+        for rank, where, kind, attempts in faults:
+            attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            if os.environ.get("RANK") == str(rank) and phase.startswith(where) and attempt < attempts:
+                fail(kind)
+
+    original, heartbeat.report_phase = heartbeat.report_phase, report_phase
+
+
+def fail(kind: str) -> None:
+    if "INJECT_TIME" in os.environ:
+        with open(os.environ["INJECT_TIME"], "w") as file:
+            file.write(str(time.monotonic()))
+    if kind == "exception":
+        raise ValueError("injected")
+    if kind == "exit 37":
+        os._exit(37)
+    if kind in ("SIGKILL", "SIGSTOP", "SIGABRT"):
+        os.kill(os.getpid(), getattr(signal, kind))
+    if kind == "loop":
+        while True:
+            time.sleep(0.01)
+    if kind == "kill the launcher":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1.5)
+    if kind.startswith("launcher "):
+        os.kill(os.getppid(), getattr(signal, kind.removeprefix("launcher ")))
+        # The launcher passes it on, and it arrives during this phase.
+        time.sleep(0.5)
+
+
+if "INJECT_FAULTS" in os.environ and "RANK" in os.environ:
+    inject(json.loads(os.environ["INJECT_FAULTS"]))

@@ -1,0 +1,104 @@
+"""A tiny model in a precision and layout, and its gradients: for the tests of mixed precision on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parity import distance
+from torchstone.checkpoint.model_folder import load_model
+from torchstone.config.schema import OptimConfig, ParallelConfig
+from torchstone.data.collate import MicroBatch
+from torchstone.data.encode import TokenSequence
+from torchstone.data.loader import StepBatch
+from torchstone.models.execution import Execution
+from torchstone.optim.build import build_optimizer
+from torchstone.parallel import build
+from torchstone.parallel.build import ShardedModelBuilder, build_runner
+from torchstone.parallel.mesh import init_distributed
+from torchstone.parallel.runner import Runner
+from torchstone.parallel.shard import COMPUTE_DTYPE, Precision, mixed_precision_policy
+from torchstone.training.step import compute_gradients
+
+LEARNING_RATE = 3e-3
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# A sum in bf16 is off by at least this.
+BF16_SUM_ERROR = 1e-4
+
+Parallel = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def random_sequences(rng: np.random.Generator, count: int, max_length: int, vocabulary: int) -> list[TokenSequence]:
+    """Sequences of uneven lengths, with some labels ignored."""
+    sequences = []
+    for size in rng.integers(5, max_length + 1, count):
+        ids = rng.integers(0, vocabulary, size)
+        sequences.append(TokenSequence(ids, np.where(rng.random(size) < 0.8, ids, -100)))
+    return sequences
+
+
+def step_batch(batches: Sequence[MicroBatch], all_batches: Sequence[MicroBatch] = ()) -> StepBatch:
+    """Micro-batches of a step that has `all_batches`, by default these alone."""
+    loss_tokens = sum(int((batch.labels != -100).sum()) for batch in all_batches or batches)
+    return StepBatch(list(batches), samples=0, tokens=0, loss_tokens=loss_tokens, padding=0, first_sample=0)
+
+
+@contextmanager
+def open_runner(
+    folder: Path,
+    device: torch.device,
+    precision: Precision,
+    parallel: Parallel,
+    reduce_dtype: torch.dtype = torch.float32,
+    **execution: Any,
+) -> Iterator[Runner]:
+    """The model in a layout; a single process has a mesh of one. A `reduce_dtype` of bf16 is a planted fault."""
+    config = ParallelConfig(**parallel)
+    with pytest.MonkeyPatch.context() as patch, init_distributed(config, device, mixed_precision=True) as ctx:
+        patch.setattr(build, "mixed_precision_policy", partial(mixed_precision_policy, reduce_dtype=reduce_dtype))
+        builder = ShardedModelBuilder(ctx, config, precision, device)
+        options = Execution(packed=True, tp=ctx.dims.tp, **execution)
+        model = load_model(folder, device, COMPUTE_DTYPE[precision], options, builder)
+        yield build_runner(model, builder, packed=True)
+
+
+def make_optimizer(runner: Runner) -> torch.optim.Optimizer:
+    optim = OptimConfig(learning_rate=LEARNING_RATE, weight_decay=0.1)
+    return build_optimizer(runner.model.named_parameters(), optim, runner.model.roles())
+
+
+def full_gradients(runner: Runner, batch: StepBatch) -> Tensors:
+    compute_gradients(runner, batch, 1)
+    return take_gradients(runner)
+
+
+def take_gradients(runner: Runner) -> Tensors:
+    """The unsharded gradients, the same on every rank. Those of the parameters are cleared."""
+    gradients = {}
+    for name, parameter in runner.model.named_parameters():
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradients[name] = gradient.detach().clone()
+        parameter.grad = None
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+    return gradients
+
+
+def sum_of_micro_batches(runner: Runner, batches: Sequence[MicroBatch]) -> Tensors:
+    """The fp64 sum of the micro-batches' gradients, each computed by itself."""
+    terms = [full_gradients(runner, step_batch([batch], batches)) for batch in batches]
+    return {name: torch.stack([term[name].double() for term in terms]).sum(0) for name in terms[0]}
+
+
+def distances(ours: Tensors, expected: Tensors) -> list[float]:
+    assert ours.keys() == expected.keys()
+    return [distance(ours[name].double(), expected[name].double()) for name in expected]

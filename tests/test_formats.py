@@ -1,0 +1,439 @@
+"""Row formats, chat templates and loss masks: exactly the intended tokens are trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchstone
+from tiny import write_rows
+from torchstone.data import template
+from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.formats import IGNORE_INDEX, check_train_on
+from torchstone.data.template import TEMPLATES, ChatTemplate, load_template
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
+from torchstone.errors import DataError, UsageError
+from torchstone.observe.console import Console
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Bye"},
+]
+SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+def build_cache(
+    rows: list[dict], tokenizer: Tokenizer, folder: Path, train_on: str = "assistant", max_length: int | None = None,
+    row_format: str = "auto", on_long_row: str = "drop",
+) -> TokenCache:  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    source = open_source(str(write_rows(folder / "rows.jsonl", rows)), row_format)
+    encoding = tokenizer.encoding_config(source.row_format, max_length, on_long_row, train_on)
+    return open_cache(source, encoding, CacheOptions(folder / "cache", num_processes=0), Console("quiet"))
+
+
+def marked_text(cache: TokenCache, tokenizer: Tokenizer, index: int = 0) -> str:
+    """The text of a sequence with its trained tokens in brackets; nothing predicts the first token."""
+    sequence, text, inside = cache.sequence(index), "", False
+    for number, (i, label) in enumerate(zip(sequence.ids, sequence.labels, strict=True)):
+        trained = bool(label != IGNORE_INDEX and number > 0)
+        text += ("⟦" if trained else "⟧") if trained != inside else ""
+        text += tokenizer.hf.decode([i])
+        inside = trained
+    return text + ("⟧" if inside else "")
+
+
+class TestFormats:
+    """The same conversation in every format becomes the same tokens and the same mask."""
+
+    EXPECTED = (
+        "<|system|>Be brief.<|end|><|user|>Hello.<|end|><|assistant|>⟦Hi<|end|>⟧<|user|>And now?<|end|>"
+        "<|assistant|>⟦Bye<|end|>⟧"
+    )
+
+    @pytest.mark.parametrize(
+        ("row_format", "row"),
+        [
+            ("messages", {"messages": TURNS}),
+            ("messages", {"messages": TURNS[1:], "system": "Be brief."}),
+            ("messages", {"messages": [t | {"content": [{"type": "text", "text": t["content"]}]} for t in TURNS]}),
+            ("sharegpt", {"conversations": [{"from": SPEAKERS[t["role"]], "value": t["content"]} for t in TURNS]}),
+            ("sharegpt", {"conversations": TURNS}),
+            ("alpaca", {"instruction": "And now?", "input": "", "output": "Bye", "system": "Be brief.",
+                        "history": [["Hello.", "Hi"]]}),
+        ],
+        ids=["messages", "system-column", "parts", "sharegpt", "sharegpt-roles", "alpaca"],
+    )  # fmt: skip
+    def test_conversations(self, tokenizer: Tokenizer, tmp_path: Path, row_format: str, row: dict) -> None:
+        cache = build_cache([row], tokenizer, tmp_path)
+        assert cache.row_format == row_format
+        assert marked_text(cache, tokenizer) == self.EXPECTED
+        assert cache.ids.tolist() == tokenizer.hf.apply_chat_template(TURNS, tokenize=True).input_ids
+        explicit = build_cache([row], tokenizer, tmp_path / "explicit", row_format=row_format)
+        assert marked_text(explicit, tokenizer) == self.EXPECTED
+
+    def test_an_alpaca_input_follows_its_instruction(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        cache = build_cache([{"instruction": "Sum", "input": "1 2", "output": "3"}], tokenizer, tmp_path)
+        assert marked_text(cache, tokenizer) == "<|user|>Sum\n\n1 2<|end|><|assistant|>⟦3<|end|>⟧"
+
+    @pytest.mark.parametrize(
+        ("prompt", "completion", "straddling"), [("One two", " three", 0), ("One two ", "three", 1)]
+    )
+    def test_a_completion_of_text_is_trained_without_a_template(
+        self, tokenizer: Tokenizer, tmp_path: Path, prompt: str, completion: str, straddling: int
+    ) -> None:
+        """With a token that spans prompt and completion, which is counted."""
+        cache = build_cache([{"prompt": prompt, "completion": completion}], tokenizer, tmp_path)
+        assert marked_text(cache, tokenizer) == "One two⟦ three<|endoftext|>⟧"
+        assert cache.counts.straddling_tokens == straddling
+
+    def test_a_completion_of_messages_is_trained(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        cache = build_cache([{"prompt": TURNS[:4], "completion": TURNS[4:]}], tokenizer, tmp_path)
+        assert marked_text(cache, tokenizer) == self.EXPECTED.replace("⟦Hi<|end|>⟧", "Hi<|end|>")
+
+    @pytest.mark.parametrize("key", ["text", "document"])
+    def test_a_text_is_trained_as_a_whole(self, tokenizer: Tokenizer, tmp_path: Path, key: str) -> None:
+        cache = build_cache([{key: "A b c."}], tokenizer, tmp_path)
+        first, rest = tokenizer.hf.decode([cache.ids[0]]), tokenizer.hf.decode(cache.ids[1:])
+        assert marked_text(cache, tokenizer) == f"{first}⟦{rest}⟧"
+        assert rest.endswith("<|endoftext|>")
+
+    def test_tools_reach_the_template(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        source = (
+            "{% if tools %}T:{{ tools | tojson }};{% endif %}{% for m in messages %}[{{ m.role }}]"
+            "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}{{ f.name }}({{ f.arguments | tojson }})"
+            "{% else %}{{ m.content }}{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        (tmp_path / "tools.jinja").write_text(source)
+        with_tools = load_tokenizer(Path(tokenizer.path), str(tmp_path / "tools.jinja"))
+        messages = [
+            {"role": "user", "content": "Time?"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": {"z": 1}}}]},
+            {"role": "tool", "content": "12"},
+            {"role": "assistant", "content": "Noon"},
+        ]
+        tools = [{"type": "function", "function": {"name": "now"}}]
+        expected = f'T:{json.dumps(tools)};[user]Time?;[assistant]⟦now({{"z": 1}});⟧[tool]12;[assistant]⟦Noon;⟧'
+        for number, value in enumerate((tools, json.dumps(tools))):
+            cache = build_cache([{"messages": messages, "tools": value}], with_tools, tmp_path / str(number))
+            assert marked_text(cache, with_tools) == expected
+            ids = with_tools.hf.apply_chat_template(messages, tools=tools, tokenize=True).input_ids
+            assert cache.ids.tolist() == ids
+
+    def test_tools_that_a_template_drops_are_an_error(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+        rows = [{"messages": [TURNS[1], call]}, {"messages": TURNS, "tools": [{"function": {"name": "now"}}]}]
+        for number, name in enumerate(("tool calls", "tools")):
+            with pytest.raises(DataError, match=f"the chat template drops the {name} of this row"):
+                build_cache([rows[number]], tokenizer, tmp_path / str(number))
+
+    def test_chatml_renders_tools_and_calls(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        chatml = load_tokenizer(Path(tokenizer.path), "chatml")
+        now = {"type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+        calls = [now, {"name": "bare", "arguments": {}}]
+        messages = [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Time?"},
+            {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "12"},
+            {"role": "assistant", "content": "Noon"},
+        ]  # fmt: skip
+        tools = [{"type": "function", "function": {"name": "now"}}, {"name": "bare"}]
+        text = marked_text(build_cache([{"messages": messages, "tools": tools}], chatml, tmp_path), chatml)
+        assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call")
+        assert '\n{"type": "function", "function": {"name": "now"}}\n{"name": "bare"}\n</tools>' in text
+        assert (
+            '<|im_start|>assistant\n⟦<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "bare", "arguments": {}}\n</tool_call><|im_end|>\n⟧<|im_start|>tool\n12'
+        ) in text
+        assert text.count("<|im_start|>system") == 1
+
+    @pytest.mark.parametrize(
+        ("row", "reason"),
+        [
+            ({"messages": []}, "messages is empty"),
+            ({"messages": "hello"}, "messages is empty or not a list"),
+            ({"messages": [{"content": "a"}]}, "message 0 has no role"),
+            ({"messages": [{"role": "asistant", "content": "a"}]}, "has the role 'asistant'.*\n.*\n.*'assistant'"),
+            ({"messages": [{"role": "Assistant", "content": "a"}]}, "message 0 has the role 'Assistant'"),
+            ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
+            ({"messages": [{"role": "assistant", "content": None}]}, "has no text content"),
+            ({"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "content that is not text"),
+            ({"messages": [{"role": "assistant", "content": "a\0b"}]}, "NUL character at position 1"),
+            ({"messages": TURNS, "tools": "{"}, "tools is a string that is not JSON"),
+            ({"messages": TURNS, "tools": 3}, "tools is not a list"),
+            ({"messages": TURNS, "unmask": "yes"}, "unmask must be true or false"),
+            ({"messages": TURNS, "tools": [3]}, "tools is not a list of objects"),
+            ({"messages": TURNS, "system": "Another."}, "two system messages"),
+            ({"messages": TURNS, "system": 3}, "system is not a string"),
+            ({"messages": [{"role": "gpt", "content": "a"}]}, "has the role 'gpt'.*\n.*\n.*'assistant'"),
+            ({"messages": [TURNS[1], {"role": "assistant", "content": " "}]}, "message 1 \\(assistant\\) is empty"),
+            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, "lone surrogate"),
+            ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "lone surrogate at character 0"),
+            ({"conversations": [{"from": "nobody", "value": "a"}]}, "turn 0 is from 'nobody'"),
+            ({"conversations": []}, "conversations is empty"),
+            ({"instruction": "a", "output": ""}, "output is empty"),
+            ({"instruction": 3, "output": "a"}, "instruction is not a string"),
+            ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list of"),
+            ({"instruction": "a", "output": "b", "history": 7}, "history is not a list of"),
+            ({"prompt": "a", "completion": ""}, "completion is empty"),
+            ({"prompt": "a", "completion": [{"role": "assistant", "content": "a"}]}, "completion is not a string"),
+            ({"prompt": [], "completion": []}, "completion is empty"),
+            ({"text": ""}, "text is empty"),
+            ({"text": 3}, "text is not a string"),
+            ({"text": "a \ud800 b"}, "lone surrogate at character 2"),
+            ({"input_ids": [1, 2], "len": "2"}, "len is '2', but there are 2 input_ids"),
+            ({"input_ids": [1, 2], "len": 3}, "len is 3"),
+            ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 labels"),
+            ({"input_ids": [1, 2.0]}, "input_ids is not a list of integers"),
+            ({"input_ids": [1, 999]}, "id 999 is outside the vocabulary"),
+            ({"txt": "a"}, "unknown row format: its keys are txt"),
+        ],
+    )  # fmt: skip
+    def test_a_bad_row_is_named_with_the_reason(
+        self, tokenizer: Tokenizer, tmp_path: Path, row: dict, reason: str
+    ) -> None:
+        with pytest.raises(DataError, match=f"rows.jsonl:1: .*{reason}") as caught:
+            build_cache([row], tokenizer, tmp_path)
+        assert "the row starts with {" in str(caught.value)
+
+    def test_an_explicit_format_is_not_detected(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        row = {"messages": TURNS, "text": "plain"}
+        assert build_cache([row], tokenizer, tmp_path / "a", row_format="text").counts.trained_tokens > 0
+        with pytest.raises(DataError, match="is 'alpaca', but this row has no instruction and no output"):
+            build_cache([row], tokenizer, tmp_path / "b", row_format="alpaca")
+
+    def test_all_rows_of_a_source_have_one_format(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="rows.jsonl:2: the format of this data is 'text'"):
+            build_cache([{"text": "a"}, {"messages": TURNS}], tokenizer, tmp_path)
+
+
+class TestMasks:
+    @pytest.mark.parametrize(
+        ("train_on", "trained"),
+        [("last", [4]), ("user", [1, 3]), ("user, assistant", [1, 2, 3, 4]), ("system", [0])],
+    )
+    def test_train_on_selects_messages(
+        self, tokenizer: Tokenizer, tmp_path: Path, train_on: str, trained: list[int]
+    ) -> None:
+        cache = build_cache([{"messages": TURNS}], tokenizer, tmp_path, train_on)
+        expected = ""
+        for index, turn in enumerate(TURNS):
+            content = f"{turn['content']}<|end|>"
+            expected += f"<|{turn['role']}|>" + (f"⟦{content}⟧" if index in trained else content)
+        assert marked_text(cache, tokenizer) == expected
+
+    def test_train_on_all_trains_everything_that_is_predicted(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        text = "".join(f"<|{turn['role']}|>{turn['content']}<|end|>" for turn in TURNS)
+        cache = build_cache([{"messages": TURNS}], tokenizer, tmp_path, "all")
+        assert marked_text(cache, tokenizer) == text.replace("<|system|>", "<|system|>⟦") + "⟧"
+
+    def test_train_on_flag_follows_the_flags_of_messages(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        turns = [dict(turn) for turn in TURNS]
+        turns[1]["train"] = True
+        turns[2]["weight"] = 0
+        cache = build_cache([{"messages": turns}], tokenizer, tmp_path / "a", "flag")
+        assert marked_text(cache, tokenizer) == (
+            "<|system|>Be brief.<|end|><|user|>⟦Hello.<|end|>⟧<|assistant|>Hi<|end|><|user|>And now?<|end|>"
+            "<|assistant|>⟦Bye<|end|>⟧"
+        )
+        turns[2]["weight"] = 0.5
+        with pytest.raises(DataError, match="message 2: train must be true or false"):
+            build_cache([{"messages": turns}], tokenizer, tmp_path / "b", "flag")
+        with pytest.raises(DataError, match="no message is flagged"):
+            build_cache([{"messages": [TURNS[1], TURNS[2] | {"train": False}]}], tokenizer, tmp_path / "c", "flag")
+
+    def test_unmask_trains_everything_but_the_system_message(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        rows = [
+            {"messages": TURNS, "unmask": True},
+            {"messages": TURNS, "unmask": False},
+            {"messages": TURNS[1:3], "unmask": True},
+        ]
+        cache = build_cache(rows, tokenizer, tmp_path)
+        assert marked_text(cache, tokenizer, 0) == (
+            "<|system|>Be brief.<|end|>⟦<|user|>Hello.<|end|><|assistant|>Hi<|end|><|user|>And now?<|end|>"
+            "<|assistant|>Bye<|end|>⟧"
+        )
+        assert marked_text(cache, tokenizer, 1) == TestFormats.EXPECTED
+        assert marked_text(cache, tokenizer, 2) == "<|user|>⟦Hello.<|end|><|assistant|>Hi<|end|>⟧"
+
+    @pytest.mark.parametrize("train_on", ["asistant", "lasst", "", "assistant,usr", "last,assistant", "all,flag"])
+    def test_a_misspelled_choice_is_refused(self, train_on: str) -> None:
+        with pytest.raises(UsageError, match="is not a known role or choice|cannot be combined"):
+            check_train_on(train_on)
+        for known in ("assistant", "last", "all", "flag", "critic", "assistant,tool"):
+            check_train_on(known)
+
+    def test_a_prompt_of_text_is_trained_with_unmask_or_all(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        row = {"prompt": "One two", "completion": " three<|endoftext|>"}
+        first, rest = tokenizer.hf.decode(tokenizer.encode("One two")[:1]), "One two three<|endoftext|>"
+        whole = f"{first}⟦{rest.removeprefix(first)}⟧"
+        # An eos at the end of the completion is not added again.
+        assert marked_text(build_cache([row], tokenizer, tmp_path / "a"), tokenizer) == "One two⟦ three<|endoftext|>⟧"
+        assert marked_text(build_cache([row], tokenizer, tmp_path / "b", "all"), tokenizer) == whole
+        assert marked_text(build_cache([row | {"unmask": True}], tokenizer, tmp_path / "c"), tokenizer) == whole
+        lists = {"prompt": TURNS[:4], "completion": TURNS[4:], "unmask": True}
+        assert marked_text(build_cache([lists], tokenizer, tmp_path / "d"), tokenizer).count("⟦<|user|>Hello.") == 1
+
+    def test_a_long_conversation_is_dropped_truncated_or_split(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        whole = build_cache([{"messages": TURNS}], tokenizer, tmp_path / "whole")
+        size, rows = int(whole.lengths[0]), [{"messages": TURNS}, {"messages": TURNS[1:3]}]
+        dropped = build_cache(rows, tokenizer, tmp_path / "drop", max_length=size - 2)
+        assert (len(dropped), dropped.counts.dropped_long, dropped.counts.split_long) == (1, 1, 0)
+        truncated = build_cache(rows, tokenizer, tmp_path / "truncate", max_length=size - 2, on_long_row="truncate")
+        assert truncated.sequence(0).ids.tolist() == whole.ids[: size - 2].tolist()
+        assert (truncated.counts.truncated_long, truncated.counts.cropped_tokens) == (1, 2)
+        split = build_cache(rows, tokenizer, tmp_path / "split", max_length=10, on_long_row="split")
+        pieces = [split.sequence(n) for n in range(len(split)) if split.origin(n).endswith(":1")]
+        assert split.counts.split_long == 1
+        assert sum(len(piece.ids) for piece in pieces) + split.counts.cropped_tokens == size
+        assert all(len(piece.ids) <= 10 and piece.loss_tokens > 0 for piece in pieces)
+        assert split.counts.dropped_pieces == -(-size // 10) - len(pieces)
+        assert split.counts.dropped == split.counts.dropped_untrained == 0
+        assert split.counts.trained_tokens == sum(split.loss_tokens)
+
+    def test_a_split_text_loses_nothing(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        rows = [{"text": "some words " * 30}]
+        whole = build_cache(rows, tokenizer, tmp_path / "a")
+        split = build_cache(rows, tokenizer, tmp_path / "b", max_length=16, on_long_row="split")
+        assert split.ids.tolist() == whole.ids.tolist()
+        assert split.lengths.max() == 16
+        assert split.counts.cropped_tokens == split.counts.dropped == 0
+
+
+class TestTemplates:
+    def test_an_unstable_template_is_refused_with_the_first_token_that_differs(
+        self, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        """Its last answer shows its thoughts, earlier ones do not. With `last` the mask is still known."""
+        source = (
+            "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
+            "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        )
+        (tmp_path / "t.jinja").write_text(source)
+        thinking = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        with pytest.raises(DataError) as caught:
+            build_cache([{"messages": TURNS}], thinking, tmp_path)
+        message = str(caught.value)
+        assert "rows.jsonl:1: the chat template renders message 2 differently if another message follows" in message
+        number = len(thinking.encode("<|system|>Be brief.<|end|><|user|>Hello.<|end|><|assistant|>"))
+        assert f"the first token that differs is number {number}: 'H'" in message
+        assert f"instead of '(' (id {thinking.hf.convert_tokens_to_ids('(')})" in message
+        assert "--data.train_on last" in message
+        cache = build_cache([{"messages": TURNS}], thinking, tmp_path / "last", "last")
+        assert marked_text(cache, thinking).endswith(
+            "<|assistant|>Hi<|end|><|user|>And now?<|end|><|assistant|>⟦(hm)Bye<|end|>⟧"
+        )
+
+    def test_a_prompt_that_depends_on_its_answer_is_refused(self) -> None:
+        source = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        with pytest.raises(DataError, match="renders the prompt before message 2 differently if that message follows"):
+            ChatTemplate(source, {}).conversation(TURNS[:3])
+
+    def test_an_endless_template_is_stopped(
+        self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(template, "TIME_LIMIT", 0.3)
+        loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        (tmp_path / "loops.jinja").write_text(loops)
+        endless = load_tokenizer(Path(tokenizer.path), str(tmp_path / "loops.jinja"))
+        with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template took more than 0.3 s"):
+            build_cache([{"messages": TURNS}], endless, tmp_path)
+        assert ChatTemplate("fine", {}).prompt(TURNS) == "fine"
+
+    @pytest.mark.parametrize("source", ["{{ messages.__class__.__mro__ }}", "{{ messages[0] + 1 }}"])
+    def test_errors_in_a_template_are_data_errors(self, source: str) -> None:
+        """Also access to Python's internals."""
+        with pytest.raises(DataError, match="the chat template refuses this conversation"):
+            ChatTemplate(source, {}).prompt(TURNS)
+
+    def test_generation_tags_and_loop_controls_are_supported(self) -> None:
+        source = (
+            "{% for m in messages %}{% if m['role'] == 'system' %}{% continue %}{% endif %}[{{ m['role'] }}]"
+            "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};{% endgeneration %}"
+            "{% else %}{{ m['content'] }};{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        rendered = ChatTemplate(source, {}).conversation(TURNS[:3])
+        assert rendered.text == "[user]Hello.;[assistant]Hi;"
+        assert [rendered.text[start:end] for start, end in rendered.trained] == ["Hi;"]
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% if tools is not none %}TOOLS{% endif %}{{ messages | tojson(ensure_ascii=true) }}"
+            "{{ messages[0]['content'] is string }}",
+            # Blocks on lines of their own leave no blank lines; special tokens have names.
+            "{{ eos_token }}\n{% for m in messages %}\n  {% if m['role'] == 'user' %}\n[{{ m['content'] }}]\n"
+            "  {% else %}\n<{{ m['content'] | tojson }}>{{ pad_token }}\n  {% endif %}\n{% endfor %}\n",
+        ],
+    )
+    def test_templates_render_as_in_transformers(self, tokenizer: Tokenizer, source: str) -> None:
+        messages = [{"role": "user", "content": "ä"}, {"role": "assistant", "content": "<ü>"}]
+        expected = tokenizer.hf.apply_chat_template(messages, chat_template=source, tokenize=False)
+        assert ChatTemplate(source, tokenizer.hf.special_tokens_map).text(messages) == expected
+
+    def test_the_date_in_a_template_is_fixed(self) -> None:
+        assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).prompt([]) == "01 Jan 2025"
+
+    @pytest.mark.parametrize("source", ["{{ 'x' * 99999999 }}", "{{ [1] * 99999999 }}", "{{ 9 ** 99999999 }}"])
+    def test_a_template_cannot_fill_the_memory(self, source: str) -> None:
+        with pytest.raises(DataError, match="would create a value of size"):
+            ChatTemplate(source, {}).prompt(TURNS)
+        assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}", {}).prompt(TURNS) == "---10244.5"
+
+    @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+    def test_built_in_templates_render_as_in_transformers(self, tokenizer: Tokenizer, name: str) -> None:
+        source, special = load_template(name), {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+        hf = load_tokenizer(Path(tokenizer.path)).hf
+        hf.bos_token = "<|endoftext|>"
+        chat_template = ChatTemplate(source, special)
+        rendered = chat_template.conversation(TURNS)
+        assert rendered.text == hf.apply_chat_template(TURNS, chat_template=source, tokenize=False)
+        prompt = hf.apply_chat_template(TURNS[:4], chat_template=source, tokenize=False, add_generation_prompt=True)
+        assert chat_template.prompt(TURNS[:4]) == prompt
+        for (start, end), answer in zip(rendered.trained, ("Hi", "Bye"), strict=True):
+            assert rendered.text[start:end].startswith(answer)
+            assert 0 < end - start - len(answer) < 20
+
+    def test_a_template_is_a_file_or_a_built_in_name(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.jinja").write_text("mine")
+        assert load_template(str(tmp_path / "mine.jinja")) == "mine"
+        with pytest.raises(UsageError, match="neither a file nor a built-in template.*\n.*chatml"):
+            load_template("chatlm")
+        (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
+        with pytest.raises(UsageError, match="is not UTF-8"):
+            load_template(str(tmp_path / "binary.jinja"))
+
+    def test_template_tokens_outside_the_vocabulary_are_found(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.unknown_template_tokens == []
+        chatml = load_tokenizer(Path(tokenizer.path), "chatml")
+        assert chatml.unknown_template_tokens == ["<|im_start|>", "<|im_end|>"]
+
+    def test_a_chosen_template_is_saved_with_the_model(self, settings: Any, chat_file: Path, tmp_path: Path) -> None:
+        overrides = settings(
+            data__path=str(chat_file), data__chat_template="chatml", data__context_length=64, training__max_steps=1
+        )
+        result = torchstone.train(overrides=overrides)
+        assert result.checkpoint is not None
+        saved = load_tokenizer(result.checkpoint)
+        assert saved.hf.chat_template == load_template("chatml")
+        assert "<|im_start|>assistant" in saved.template.prompt([{"role": "user", "content": "a"}])
+
+
+def test_tool_calls_are_not_compared_with_answers(llama_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """They are trained, but have no text that could be right or wrong."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama_dir, folder)
+    load_tokenizer(Path(tokenizer.path), "chatml").save(folder)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows = [{"messages": [TURNS[1], call]}, {"messages": TURNS[1:3]}]
+    path = write_rows(tmp_path / "calls.jsonl", rows)
+    result = torchstone.evaluate(
+        str(folder), str(path), context_length=256, device="cpu", cache_dir=str(tmp_path), quiet=True
+    )
+    assert (result["samples"], result["questions"]) == (2, 1)

@@ -1,0 +1,202 @@
+"""Launchers of several nodes, all on this machine: ranks, restarts, nodes that come later, and waiting for a node.
+
+Real launchers meet through torch's rendezvous; the workers are small scripts. tests/faults/test_two_nodes.py trains.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import PRELOADED
+from torchstone.config.schema import SystemConfig
+from torchstone.launch import rendezvous
+from torchstone.launch.local import run_workers
+from torchstone.launch.nodes import Nodes
+from torchstone.launch.plan import LaunchPlan
+
+# Seconds within which anything below ends on a busy machine.
+LIMIT = 120
+WORKER = """
+import os, signal, socket, sys, time
+from pathlib import Path
+folder, rank, attempt = Path(sys.argv[1]), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+def wait_for(*names):
+    while not all((folder / name).exists() for name in names):
+        time.sleep(0.01)
+names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+(folder / "new").mkdir(exist_ok=True)
+(folder / f"new/{rank}-{attempt}").write_text(" ".join(os.environ[name] for name in names))
+(folder / f"new/{rank}-{attempt}").rename(folder / f"{rank}-{attempt}")
+"""
+
+
+class Launchers:
+    """Starts launchers of nodes that meet at one endpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
+        self.processes: list[BaseProcess] = []
+
+    def start(
+        self, script: str, rank: int | None, nnodes: tuple[int, int] = (2, 2), nproc: int = 1, **options: Any
+    ) -> None:
+        command = [sys.executable, "-S", "-E", "-c", WORKER + script, str(self.folder)]
+        system = SystemConfig(join_timeout=options.pop("join_timeout", LIMIT))
+        plan = LaunchPlan(nproc, system, Nodes(*nnodes, rank=rank, endpoint=self.endpoint), **options)
+        screen = self.folder / f"screen-{len(self.processes)}"
+        process = self.context.Process(target=launch, args=(screen, plan, command))
+        process.start()
+        self.processes.append(process)
+
+    def codes(self) -> list[int | None]:
+        for process in self.processes:
+            process.join(LIMIT)
+        return [process.exitcode for process in self.processes]
+
+    def screen(self, number: int) -> str:
+        return (self.folder / f"screen-{number}").read_text()
+
+    def attempts(self) -> dict[str, str]:
+        return {file.name: file.read_text() for file in self.folder.glob("[0-9]-[0-9]")}
+
+
+def launch(screen: Path, plan: LaunchPlan, command: list[str]) -> None:
+    with screen.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    rendezvous.LAST_CALL = 1
+    os._exit(run_workers(plan, command, exits_after=True))
+
+
+@pytest.fixture
+def launchers(tmp_path: Path) -> Any:
+    started = Launchers(tmp_path)
+    yield started
+    for process in started.processes:
+        process.kill()
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file.name} did not appear"
+        time.sleep(0.01)
+
+
+def test_ranks_follow_node_ranks_and_a_failure_restarts_all_nodes(launchers: Launchers) -> None:
+    """Node 0 has one worker, node 1 has two. The store of the workers lives until the last of them has finished."""
+    script = """
+if attempt == "0":
+    wait_for("0-0", "1-0", "2-0")
+    sys.exit(5) if rank == "2" else time.sleep(100)
+if rank == "2":
+    wait_for("0-1")
+    time.sleep(1.5)
+    socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60)
+"""
+    for node, nproc in ((1, 2), (0, 1)):
+        launchers.start(script, node, nproc=nproc, max_restarts=1)
+    assert launchers.codes() == [0, 0], launchers.screen(0) + launchers.screen(1)
+    placements = {"0": "3 0 1 0 2", "1": "3 0 2 1 2", "2": "3 1 2 1 2"}
+    assert launchers.attempts() == {f"{rank}-{n}": placements[rank] for rank in placements for n in range(2)}
+    assert "error: rank 2 failed first: ended with exit code 5\nrestart 1 of 1" in launchers.screen(0)
+
+
+def test_a_node_that_comes_later_joins(launchers: Launchers) -> None:
+    script = "time.sleep(100 if attempt == '0' else 0)"
+    launchers.start(script, 0, (1, 2))
+    wait_for(launchers.folder / "0-0")
+    launchers.start(script, 1, (1, 2))
+    assert launchers.codes() == [0, 0], launchers.screen(0) + launchers.screen(1)
+    assert launchers.attempts() == {"0-0": "1 0 1 0 1", "0-1": "2 0 1 0 2", "1-1": "2 0 1 1 2"}
+    assert "1 more node joined: all workers save and restart together" in launchers.screen(0)
+
+
+def test_a_signal_to_one_node_stops_all_with_75(launchers: Launchers) -> None:
+    """The workers of a run agree to save together, so those of the other node exit with 75 too."""
+    script = """
+wait_for("0-0", "1-0")
+if rank == "0":
+    signal.signal(signal.SIGTERM, lambda *_: ((folder / "saved").touch(), os._exit(75)))
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(100)
+wait_for("saved")
+sys.exit(75)
+"""
+    for node in range(2):
+        launchers.start(script, node, max_restarts=3)
+    assert launchers.codes() == [75, 75], launchers.screen(0) + launchers.screen(1)
+    assert set(launchers.attempts()) == {"0-0", "1-0"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_ends_the_wait_for_other_nodes(launchers: Launchers, rank: int) -> None:
+    launchers.start("", rank)
+    wait_for(launchers.folder / "screen-0")
+    deadline = time.monotonic() + LIMIT
+    while "waiting for 2 nodes at 127.0.0.1:" not in launchers.screen(0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(1)
+    pid = launchers.processes[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    assert launchers.codes() == [75]
+    assert launchers.screen(0).splitlines()[-1] == "stopped by SIGTERM while waiting for the other nodes"
+
+
+def test_a_node_that_waits_too_long_says_for_what(launchers: Launchers) -> None:
+    launchers.start("", 0, join_timeout=2)
+    assert launchers.codes() == [7]
+    assert f"error: fewer than 2 nodes joined at {launchers.endpoint} in 2 s" in launchers.screen(0)
+
+
+def test_a_node_that_cannot_reach_the_first_one_says_so(launchers: Launchers) -> None:
+    launchers.start("", 1, join_timeout=2)
+    assert launchers.codes() == [7]
+    assert f"error: cannot reach the node at {launchers.endpoint}: [Errno 111]" in launchers.screen(0)
+
+
+def test_an_unknown_endpoint_is_an_error_at_once_without_a_node_rank(launchers: Launchers) -> None:
+    launchers.endpoint = "no-such-host.invalid:29400"
+    launchers.start("", None, join_timeout=3600)
+    assert launchers.codes() == [7]
+    assert "error: cannot reach the node at no-such-host.invalid:29400: " in launchers.screen(0)
+
+
+def test_two_nodes_with_the_same_rank_are_an_error(launchers: Launchers) -> None:
+    launchers.start("", 1, (3, 3))
+    launchers.start("", 1, (3, 3))
+    launchers.start("", 0, (3, 3))
+    assert 7 in launchers.codes()
+    screens = "".join(launchers.screen(number) for number in range(3))
+    assert "error: two nodes have the same --node-rank: [0, 1, 1]" in screens
+    assert launchers.attempts() == {}
+
+
+def test_without_node_ranks_the_nodes_still_get_different_ranks(launchers: Launchers) -> None:
+    for _ in range(2):
+        launchers.start("", None)
+    assert launchers.codes() == [0, 0], launchers.screen(0) + launchers.screen(1)
+    assert launchers.attempts() == {"0-0": "2 0 1 0 2", "1-0": "2 0 1 1 2"}
+
+
+def test_the_address_of_a_node_is_the_one_by_which_the_first_node_sees_it() -> None:
+    assert rendezvous.own_address("127.0.0.1:29400") == "127.0.0.1"
+    assert rendezvous.interface_variables("127.0.0.1", "A_VARIABLE") == {"A_VARIABLE": "lo"}
+    assert rendezvous.interface_variables("192.0.2.7", "A_VARIABLE") == {}
