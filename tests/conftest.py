@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: Path) -> Tokenizer:
     return load_tokenizer(tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, str]], Path]:
+    """The folder of a tiny random model, by family and shape. Tests must not change it."""
+    from tiny_families import make_model
+
+    return cache(lambda case: make_model(tmp_path_factory.mktemp(case[0]), *case))
 
 
 @pytest.fixture(scope="session")

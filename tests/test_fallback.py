@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,7 @@ Folders = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The folder of a tiny random model. Tests must not change it."""
-    folders: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in folders:
-            folders[name] = make(tmp_path_factory.mktemp("model"), name)
-        return folders[name]
-
-    return get
+    return cache(lambda name: make(tmp_path_factory.mktemp("model"), name))
 
 
 @pytest.fixture

@@ -135,8 +135,9 @@ class TestEnvironment:
         for rank, environment in enumerate(environments):
             expected = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
-                "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": environments[0]["MASTER_PORT"],
-                "OMP_NUM_THREADS": "2", "TORCHELASTIC_RESTART_COUNT": "0", "argument": "a $$ ${local_rank}",
+                "GROUP_RANK": "0", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": environments[0]["MASTER_PORT"], "OMP_NUM_THREADS": "2",
+                "TORCHELASTIC_RESTART_COUNT": "0", "argument": "a $$ ${local_rank}",
                 "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "lo",
             }  # fmt: skip
             assert {name: environment[name] for name in expected} == expected
@@ -193,6 +194,7 @@ def listening(pid):
     connections = psutil.Process(pid).net_connections(kind="inet")
     return sorted({connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN})
 with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=False):
+    assert "TORCHSTONE_STORE" not in os.environ, "a launch of this worker would use its store"
     write(str(rank), json.dumps([listening(os.getpid()), listening(os.getppid())]))
     wait_for(lambda: all((folder / name).exists() for name in "01"))
 """

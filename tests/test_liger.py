@@ -174,18 +174,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    folders: dict[Case, Path] = {}
-
-    def get(case: Case) -> Path:
-        if case not in folders:
-            folders[case] = make_model(tmp_path_factory.mktemp("model"), *case)
-        return folders[case]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def config_of(folder_of: FolderOf) -> ConfigOf:
     return lambda case: read_model_config(folder_of(case))[2]
 

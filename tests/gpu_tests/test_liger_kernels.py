@@ -36,18 +36,6 @@ FAMILIES = [(family, next(iter(shapes))) for family, shapes in SHAPES.items()]
 LOGITS_LIMIT, GRADIENT_LIMIT, LOSS_LIMIT = 1e-5, 1e-4, 1e-6
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    folders: dict[Case, Path] = {}
-
-    def get(case: Case) -> Path:
-        if case not in folders:
-            folders[case] = make_model(tmp_path_factory.mktemp("model"), *case)
-        return folders[case]
-
-    return get
-
-
 def load(folder: Path, *liger: str, dtype: torch.dtype = torch.float32, **execution: Any) -> Any:
     """Attention is eager on both sides: it does not use tensor cores, which round fp32."""
     settings = {"implementation": "native", "attention": "eager"} | execution

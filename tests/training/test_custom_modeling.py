@@ -37,18 +37,6 @@ NO_GRADIENT = {("smollm3", "biases"): ("model.layers.0.self_attn.k_proj.bias",)}
 FAMILIES = [(family, next(iter(shapes))) for family, shapes in SHAPES.items()]
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    folders: dict[Case, Path] = {}
-
-    def get(case: Case) -> Path:
-        if case not in folders:
-            folders[case] = make_model(tmp_path_factory.mktemp(case[0]), *case)
-        return folders[case]
-
-    return get
-
-
 def with_the_rest(cases: list[Any], by_default: list[Any]) -> list[Any]:
     """`cases` with an id each; only those in `by_default` run without TESTS=all."""
     return [pytest.param(case, id="-".join(case), marks=() if case in by_default else the_rest) for case in cases]

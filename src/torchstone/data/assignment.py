@@ -99,9 +99,9 @@ def best_fit_rows(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.
     """Packs documents into rows by best fit decreasing: row r holds the documents `order[offsets[r] : offsets[r + 1]]`.
 
     Each document, longest first, goes to the row with the least space that still holds it. Equal lengths keep their
-    order. Equal documents fill equal rows, so this works on the histogram of lengths and on groups of
-    equal rows, and the time depends on the number of distinct lengths: 0.1 s for a million long-tailed documents. Rows
-    are sorted by the space that is left, so shuffle them before training.
+    order. Equal documents fill equal rows, so this works on the histogram of lengths and on groups of equal rows, and
+    the time depends on the number of distinct lengths: 0.1 s for a million long-tailed documents. Rows are sorted by
+    the space that is left, so shuffle them before training.
     """
     lengths = _check(lengths, row_length, shortest=1)
     # numpy sorts 16-bit integers by radix, several times faster.

@@ -86,8 +86,8 @@ class Supervisor:
     def handle_signals(self, exits_after: bool = False) -> Iterator[None]:
         """Records stop signals in `signals`. Ignored signals stay ignored (nohup); only a main thread can set handlers.
 
-        On exit it restores the old handlers. If the process `exits_after` this, signals are ignored
-        instead: when one node has ended, srun sends the others SIGTERM, which must not replace their exit code.
+        On exit it restores the old handlers. If the process `exits_after` this, signals are ignored instead: when one
+        node has ended, srun sends the others SIGTERM, which must not replace their exit code.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -250,8 +250,8 @@ def _patch(hf: PreTrainedModel, kernel: str) -> str | None:
 def _compare_patched(hf: PreTrainedModel, originals: dict[nn.Module, dict[str, Any]]) -> str | None:
     """Compares every patched module with its original on the inputs of a forward pass over a few random tokens.
 
-    Liger chooses patches by model_type, whatever activation the config has, and its experts multiply fp32
-    in TF32. The model stays patched if all modules agree; otherwise it is restored and the reason returned.
+    Liger chooses patches by model_type, whatever activation the config has, and its experts multiply fp32 in TF32. The
+    model stays patched if all modules agree; otherwise it is restored and the reason returned.
     """
     patched = {part: dict(vars(part)) for part in originals}
     names = {part: name for name, part in hf.named_modules()}

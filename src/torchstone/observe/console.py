@@ -1,8 +1,8 @@
 """The console: a line per step or a progress bar on stderr, and a log file that gets everything.
 
-Every line of a run has a prefix such as `GPU2:INFO | ...`, so that grep finds the lines of a rank. A line
-is one write, so that lines of several ranks do not mix. rich is imported only for the progress bar.
-Neither a closed terminal nor a full disk under the log ends training.
+Every line of a run has a prefix such as `GPU2:INFO | ...`, so that grep finds the lines of a rank. A line is one write,
+so that lines of several ranks do not mix. rich is imported only for the progress bar. Neither a closed terminal nor a
+full disk under the log ends training.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def handle_stop_signals(request: StopRequest | None = None, exits_after: bool = 
     """Records stop signals in `request`; without a request, a signal raises `StoppedBySignal`.
 
     Ignored signals stay ignored (nohup). Outside the main thread it does nothing. On exit it restores the previous
-    handlers. If the process
-    `exits_after`, signals are ignored instead, so that a late one does not change the exit code.
+    handlers. If the process `exits_after` this, signals are ignored instead, so that a late one does not change the
+    exit code.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
