@@ -189,8 +189,8 @@ class TestTerminal:
         reading, writing = os.pipe()
         os.close(reading)
         log = io.StringIO()
-        # Unbuffered, so that closing it writes nothing.
-        with io.TextIOWrapper(os.fdopen(writing, "wb", buffering=0), write_through=True) as terminal:
+        # `with` closes the terminal, which fails if its buffer still cannot be written.
+        with os.fdopen(writing, "w") as terminal:
             console = Console("lines", label=0, terminal=terminal, log=log)
             ten_steps(console)
         lines = log.getvalue().splitlines()

@@ -313,7 +313,9 @@ os._exit(7) if rank == 0 else time.sleep(100)
         spec = json.dumps([command(script, tmp_path), 1, 1])
         read, write = os.pipe()
         os.close(read)
-        launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, spec], stderr=write)
+        # With a buffer, text that could not be written is tried again when Python exits.
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, spec], stderr=write, env=buffered)
         os.close(write)
         assert launcher.wait(LIMIT) == 0
 

@@ -400,6 +400,11 @@ class TestDamagedNative:
         code, out, _ = torchstone("evaluate", folder, "--data", text_file, "--cache-dir", tmp_path / "cache", "--json")
         assert (code, out) == (5, "")
 
+    def test_a_float_dtype_that_torchstone_cannot_save_is_refused(self, train_error: TrainError, folder: Path) -> None:
+        edit_tensor(QUERY, lambda tensor: tensor.to(torch.float8_e4m3fnuz))(folder)
+        err = train_error(folder, codes=(6,))
+        assert f"{WEIGHTS}: {QUERY} has dtype float8_e4m3fnuz, which cannot be trained" in err
+
     def test_the_api_raises_the_same_error(self, folder: Path, settings: Settings) -> None:
         DAMAGES["tensor too short"][0](folder)
         message = rf"{QUERY} has shape \[31, 32\], but config.json asks for \[32, 32\]"

@@ -537,8 +537,7 @@ def _fail(error: TorchstoneError) -> None:
     rank = os.environ.get("RANK", "0")
     if not heartbeat.is_attached() or heartbeat.terminal() is not None:
         # A launched worker without a log does not print: its launcher does.
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+        heartbeat.write_to_terminal(sys.stderr, f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
     heartbeat.write_error(error, str(error), error.exit_code)
     _exit(error.exit_code)
 

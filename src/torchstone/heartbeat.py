@@ -137,10 +137,25 @@ def terminal() -> TextIO | None:
 
 def print_line(text: str) -> None:
     """Writes a line for the user. A closed terminal is not an error."""
-    with suppress(OSError, ValueError):
-        stream = _process.terminal or sys.stderr
-        stream.write(f"{text}\n")
+    write_to_terminal(_process.terminal or sys.stderr, f"{text}\n")
+
+
+def write_to_terminal(stream: TextIO, text: str) -> None:
+    """Writes and flushes. If the terminal is gone, the text is discarded."""
+    try:
+        stream.write(text)
         stream.flush()
+    except (OSError, ValueError):
+        discard_output(stream)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Sends what is in the buffer of a closed terminal, and all later output, to /dev/null.
+
+    Otherwise Python would fail to write the buffer when it exits, and change the exit code to 120.
+    """
+    with suppress(OSError, ValueError), Path(os.devnull).open("wb") as devnull:
+        os.dup2(devnull.fileno(), stream.fileno())
 
 
 def write_error(error: BaseException, message: str, exit_code: int) -> None:

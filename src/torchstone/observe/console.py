@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from torchstone import heartbeat
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -177,6 +179,7 @@ class Console:
                 _write(self.terminal, f"{text}\n")
         except (OSError, ValueError) as error:
             self.style = "none"
+            heartbeat.discard_output(self.terminal)
             with suppress(OSError, ValueError):
                 self.end()
             self.log(f"cannot write to the terminal ({error}); only this log continues", "WARNING")
