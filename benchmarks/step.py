@@ -23,7 +23,7 @@ from torchstone.config.schema import ModelConfig, OptimConfig
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
-from torchstone.models.sizing import sized_hf_config
+from torchstone.models.sizing import build_sized_hf_config
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import build_new_model
 from torchstone.parallel.runner import Runner
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     device = torch.device(options.device)
-    hf_config = sized_hf_config(
+    hf_config = build_sized_hf_config(
         ModelConfig(depth=options.depth, width=options.width), vocab_size=options.vocab, context_length=options.length
     )
     ids = np.random.default_rng(0).integers(0, options.vocab, (options.rows, options.length))

@@ -3,7 +3,7 @@
 from torchstone.scripts.nanochat import TrainingScript, run_script
 
 SCRIPT = TrainingScript(
-    stage="base",
+    run_prefix="base",
     name="base_train",
     description="Pretrain a new model; without --data on the built-in corpus.",
     data_defaults={"data.path": "demo:corpus", "model.tokenizer": "demo:tokenizer"},

@@ -6,12 +6,12 @@ Conversations are padded, not packed, so that --device-batch-size applies; `--da
 from torchstone.scripts.nanochat import TrainingScript, run_script
 
 SCRIPT = TrainingScript(
-    stage="sft",
+    run_prefix="sft",
     name="chat_sft",
     description="Fine-tune a mid run, or else a base run, on conversations; without --data on the built-in ones.",
     data_defaults={"data.path": "demo:chat"},
     defaults={"data.packing": "false", "optim.learning_rate": "1e-4", "optim.schedule": "linear"},
-    follows=("mid", "base"),
+    previous_prefixes=("mid", "base"),
 )
 
 if __name__ == "__main__":

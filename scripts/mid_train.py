@@ -7,12 +7,12 @@ pretraining and decays linearly to zero.
 from torchstone.scripts.nanochat import TrainingScript, check_rows_per_device, run_script
 
 SCRIPT = TrainingScript(
-    stage="mid",
+    run_prefix="mid",
     name="mid_train",
     description="Continue pretraining from a base run; without --data on the built-in corpus.",
     data_defaults={"data.path": "demo:corpus"},
     defaults={"data.train_on": "all", "optim.learning_rate": "1e-4", "optim.schedule": "linear"},
-    follows=("base",),
+    previous_prefixes=("base",),
     check=check_rows_per_device,
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchstone.models.attention import AttentionSpec, Backend, attend, build_masks, load_kernel
+from torchstone.models.attention import AttentionBackend, AttentionSpec, attend, build_masks, load_kernel
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def make_inputs(
 
 
 def run_attention(
-    case: AttentionCase, backend: Backend, device: torch.device, dtype: torch.dtype = torch.float32
+    case: AttentionCase, backend: AttentionBackend, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """The output and the gradients of q, k and v, computed by one backend. Padding is left out of all of them."""
     (q, k, v), positions, doc_ids = make_inputs(case, device, dtype)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tiny import make_llama, write_rows
+from torchstone import cli
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import tokenizer_folder
 from torchstone.demo.corpus import chat_rows, corpus_rows
@@ -20,6 +22,8 @@ from torchstone.demo.corpus import chat_rows, corpus_rows
 torch.set_num_threads(int(os.environ.get("TORCHSTONE_TEST_THREADS", "1")))
 
 GPU_TESTS = Path(__file__).parent / "gpu_tests"
+RunMain = Callable[..., tuple[int, str, str]]
+Command = Callable[..., tuple[int, str, str]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,3 +94,26 @@ def settings(
         return base | {key.replace("__", "."): value for key, value in changes.items()}
 
     return make
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunMain:
+    """Exit code, stdout and stderr of the main function of a program, in this process."""
+
+    def run(main: Callable[[], None], *argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def torchstone(run_main: RunMain) -> Command:
+    """Exit code, stdout and stderr of `torchstone ARGS`, in this process."""
+    return partial(run_main, cli.main, "torchstone")

@@ -37,7 +37,7 @@ from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
 from torchstone.models.decoder import Decoder, Fusion
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import ShardedModelBuilder, build_runner, fill_parameters
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
@@ -120,14 +120,14 @@ class ShardedSide:
         self.steps, self.results, self.settings = record["steps"], record["results"], _settings()
         parallel = ParallelConfig(**case.parallel)
         self.builder = ShardedModelBuilder(ctx, parallel, "fp32", CPU)
-        execution = Execution(packed=case.packed, fused=case.fused)
+        execution = ExecutionOptions(packed=case.packed, fused=case.fused)
         self.model = load_model(Path(case.folder), CPU, execution=execution, builder=self.builder)
         self.runner = build_runner(self.model, self.builder, case.packed)
         optim = OptimConfig(
             learning_rate=self.settings["lr"], betas=self.settings["betas"], eps=self.settings["eps"],
             weight_decay=WEIGHT_DECAY,
         )  # fmt: skip
-        self.optimizer = build_optimizer(self.model.named_parameters(), optim, self.model.roles())
+        self.optimizer = build_optimizer(self.model.named_parameters(), optim, self.model.parameter_kinds())
         self.gradients: dict[str, Tensor] = {}
         self.optimizer.register_step_pre_hook(lambda *_: self._keep_gradients())
 
@@ -160,7 +160,7 @@ class ShardedSide:
     def _locked_step(self, number: int) -> dict[str, Any]:
         step_folder = self.reference / f"step-{number}"
         files = self._files(step_folder / "weights")
-        fill_parameters(self.model.parts, files)
+        fill_parameters(self.model.model_parts, files)
         assert files.bytes_read == sum(shard.tensor.nbytes for shard in self._shards()), "not the bytes of its shards"
         self.optimizer.state.clear()
         if number:
@@ -174,7 +174,7 @@ class ShardedSide:
         }
 
     def free_run(self) -> dict[str, Any]:
-        fill_parameters(self.model.parts, self._files(self.reference / "step-0" / "weights"))
+        fill_parameters(self.model.model_parts, self._files(self.reference / "step-0" / "weights"))
         self.optimizer.state.clear()
         losses = [
             parity.relative(self.step(number).loss, self.results[number]["loss"]) for number in range(len(self.steps))
@@ -198,12 +198,12 @@ class ShardedSide:
         """The difference of the untrained model's logits, computed stage by stage; zero on ranks without logits."""
         saved = load_file(self.reference / "logits.safetensors")
         x, positions = saved["ids"], torch.arange(saved["ids"].shape[1]).expand_as(saved["ids"])
-        if not self.builder.stages:
+        if not self.builder.stage_modules:
             return _relative_difference(self.model.module(x, positions), saved["logits"])
         mesh, total = self.ctx.mesh["pp"], self.runner.pipeline.num_stages
         worst = 0.0
         for index in range(total):
-            stage = self.builder.stages.get(index)
+            stage = self.builder.stage_modules.get(index)
             if stage is not None:
                 loss, stage.micro_batch_loss = (
                     stage.micro_batch_loss,

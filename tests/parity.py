@@ -103,7 +103,7 @@ class Reference:
         learning_rates: Sequence[float] = (),
     ) -> None:
         """`one_by_one` makes every sequence a batch of its own, for models in which a row depends on the length of its
-        neighbours. `learning_rates` are those of the steps, where they are not the optimizer's."""
+        neighbors. `learning_rates` are those of the steps, where they are not the optimizer's."""
         self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
         self.one_by_one, self.learning_rates, self.steps_done = one_by_one, learning_rates, 0
         self.initial_weights = self.weights()

@@ -20,13 +20,13 @@ from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.collate import MicroBatch
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel import build
 from torchstone.parallel.build import ShardedModelBuilder, build_runner
+from torchstone.parallel.fsdp import COMPUTE_DTYPE, Precision, mixed_precision_policy
 from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
-from torchstone.parallel.shard import COMPUTE_DTYPE, Precision, mixed_precision_policy
 from torchstone.training.step import compute_gradients
 
 LEARNING_RATE = 3e-3
@@ -67,14 +67,14 @@ def open_runner(
     with pytest.MonkeyPatch.context() as patch, init_distributed(config, device, mixed_precision=True) as ctx:
         patch.setattr(build, "mixed_precision_policy", partial(mixed_precision_policy, reduce_dtype=reduce_dtype))
         builder = ShardedModelBuilder(ctx, config, precision, device)
-        options = Execution(packed=True, tp=ctx.dims.tp, **execution)
+        options = ExecutionOptions(packed=True, tp=ctx.dims.tp, **execution)
         model = load_model(folder, device, COMPUTE_DTYPE[precision], options, builder)
         yield build_runner(model, builder, packed=True)
 
 
 def make_optimizer(runner: Runner) -> torch.optim.Optimizer:
     optim = OptimConfig(learning_rate=LEARNING_RATE, weight_decay=0.1)
-    return build_optimizer(runner.model.named_parameters(), optim, runner.model.roles())
+    return build_optimizer(runner.model.named_parameters(), optim, runner.model.parameter_kinds())
 
 
 def full_gradients(runner: Runner, batch: StepBatch) -> Tensors:

@@ -20,8 +20,9 @@ from torchstone.config.schema import OptimConfig
 from torchstone.data.collate import LENGTH_MULTIPLE, MicroBatch, collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
-from torchstone.models.execution import DEFAULT_EXECUTION, Execution
+from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
 from torchstone.optim.build import build_optimizer
+from torchstone.parallel.build import fill_parameters
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
@@ -39,12 +40,12 @@ class OurSide:
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        execution: Execution = DEFAULT_EXECUTION,
+        execution: ExecutionOptions = DEFAULT_EXECUTION,
     ) -> None:
         self.model = load_model(folder, torch.device("cpu"), execution=execution)
         self.packed, self.lr = packed, lr
         optim = OptimConfig(learning_rate=lr, betas=betas, eps=eps, weight_decay=WEIGHT_DECAY)
-        self.optimizer = build_optimizer(self.model.module.named_parameters(), optim, self.model.roles())
+        self.optimizer = build_optimizer(self.model.module.named_parameters(), optim, self.model.parameter_kinds())
         self.weight_names = WEIGHT_NAMES[self.model.hf_config["model_type"]]
         self.gradients: dict[str, Tensor] = {}
         self.optimizer.register_step_pre_hook(lambda *_: self.keep_gradients())
@@ -98,7 +99,7 @@ class OurSide:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.safetensors"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            WeightFiles(Path(folder), self.weight_names, twin).load(twin)
+            fill_parameters([twin], WeightFiles(Path(folder), self.weight_names, twin))
         return {name: parameter.detach() for name, parameter in twin.named_parameters()}
 
 
@@ -113,7 +114,11 @@ def collated(micro_batches: parity.MicroBatches, packed: bool, multiple: int = L
 
 
 def both_sides(
-    folder: Path, packed: bool, settings: dict[str, Any], execution: Execution = DEFAULT_EXECUTION, **load_args: Any
+    folder: Path,
+    packed: bool,
+    settings: dict[str, Any],
+    execution: ExecutionOptions = DEFAULT_EXECUTION,
+    **load_args: Any,
 ) -> tuple[parity.Reference, OurSide]:
     """The reference, loaded by Transformers with `load_args`, and our side."""
     from transformers import AutoModelForCausalLM

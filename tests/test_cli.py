@@ -13,32 +13,11 @@ from typing import Any
 
 import pytest
 
-from torchstone import __version__, cli
+from tiny import flags
+from torchstone import __version__
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def torchstone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Exit code, stdout and stderr of `torchstone ARGS`, in this process."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["torchstone", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def flags(overrides: dict[str, Any]) -> list[str]:
-    keys = [f"--{key}={value}" for key, value in overrides.items() if key != "output_dir"]
-    return [*keys, f"--output-dir={overrides['output_dir']}"]
 
 
 class TestHelp:

@@ -9,7 +9,7 @@ import pytest
 
 from torchstone.config import load_config, to_dict
 from torchstone.config.help import config_table, field_help
-from torchstone.config.load import ALIASES, PRESET_DIR, extract_config_flags, fields, from_dict
+from torchstone.config.load import ALIASES, PRESET_DIR, extract_config_flags, field_types, from_dict
 from torchstone.config.schema import SECTION_HELP, Config
 from torchstone.errors import UsageError
 
@@ -217,8 +217,8 @@ class TestAliases:
             load_config(path, "debug")
 
     def test_every_alias_names_a_key(self) -> None:
-        assert set(ALIASES.values()) <= set(fields())
-        assert not set(ALIASES) & set(fields())
+        assert set(ALIASES.values()) <= set(field_types())
+        assert not set(ALIASES) & set(field_types())
 
     def test_two_names_of_one_setting_are_refused(self) -> None:
         text = error_text(training__learning_rate=1e-3, optim__learning_rate=2e-3)
@@ -293,12 +293,12 @@ class TestWrongValues:
 
 class TestHelp:
     def test_every_field_has_a_sentence(self) -> None:
-        assert field_help().keys() == fields().keys()
+        assert field_help().keys() == field_types().keys()
         assert all(len(text) > 15 and text.endswith(".") for text in field_help().values())
 
     def test_every_section_is_described(self) -> None:
-        assert {key.split(".")[0] for key in fields() if "." in key} == set(SECTION_HELP)
-        assert all(f"--{key}" in config_table() for key in fields() if "." in key)
+        assert {key.split(".")[0] for key in field_types() if "." in key} == set(SECTION_HELP)
+        assert all(f"--{key}" in config_table() for key in field_types() if "." in key)
 
 
 class TestFlags:

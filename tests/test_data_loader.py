@@ -148,7 +148,7 @@ class TestInfiniteSampler:
     def test_large_permutations_look_random(self) -> None:
         size = MAX_NUMPY_SIZE + 1000
         orders = np.stack([InfiniteSampler(size, seed=seed).take(size) for seed in range(40)])
-        # Neighbours and the orders of other seeds are uncorrelated; an order has one fixed point on average.
+        # Neighbors and the orders of other seeds are uncorrelated; an order has one fixed point on average.
         for order in orders[:5]:
             assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
             assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.02

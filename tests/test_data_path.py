@@ -179,8 +179,12 @@ class TestBatchSizes:
 
     def test_a_global_batch_that_does_not_divide_is_split_unevenly(self) -> None:
         sizes, samples, lengths = BatchSizes(10, 4, None), np.arange(10), np.full(10, 5)
-        assert [[len(rows) for rows in ranks] for ranks in sizes.micro_steps(samples, lengths)] == [[4], [4], [2]]
-        assert sizes.micro_steps(samples, lengths, dp=2) == [
+        assert [[len(rows) for rows in ranks] for ranks in sizes.assign_micro_steps(samples, lengths)] == [
+            [4],
+            [4],
+            [2],
+        ]
+        assert sizes.assign_micro_steps(samples, lengths, dp=2) == [
             [[[0], [1], [2], [3]], [[4], [5], [6], [7]]],
             [[[8]], [[9]]],
         ]

@@ -16,7 +16,7 @@ from selection import the_rest
 from tiny_families import SHAPES, VOCABULARY, make_model
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.models.decoder import MLP, Decoder, DecoderConfig, LayerSpec, init_tensor
-from torchstone.models.execution import Execution, apply_activation_checkpointing, compile_decoder
+from torchstone.models.execution import ExecutionOptions, apply_activation_checkpointing, compile_decoder
 from torchstone.models.generate import generate
 
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ class TestCompile:
     )
     def test_every_family_compiles_without_a_break(self, family: str, tmp_path: Path) -> None:
         folder = make_model(tmp_path, family, next(iter(SHAPES[family])))
-        execution = Execution(fused=("qkv", "gate_up"))
+        execution = ExecutionOptions(fused=("qkv", "gate_up"))
         plain, compiled = (load_model(folder, CPU, execution=execution).module for _ in range(2))
         compile_decoder(compiled, "block", "eager")
         for length in (16, 24):

@@ -27,9 +27,10 @@ from steps import train_step
 from torchstone.checkpoint.transformers_folder import load_fallback, save_fallback
 from torchstone.data.loader import StepBatch
 from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.attention import build_attn_mask
 from torchstone.models.fallback import module as fallback_module
 from torchstone.models.fallback import probing
-from torchstone.models.fallback.module import Fallback
+from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.model import FallbackModel
 from torchstone.parallel.runner import Runner
 
@@ -139,11 +140,11 @@ def make_model(folder: Path, model_type: str, **config: Any) -> Path:
     return folder
 
 
-def load(folder: Path, attention: str = "auto", dtype: torch.dtype = torch.float32, **options: Any) -> Fallback:
+def load(folder: Path, attention: str = "auto", dtype: torch.dtype = torch.float32, **options: Any) -> FallbackModule:
     return load_fallback(folder, attention, CPU, dtype, **options)
 
 
-def save(module: Fallback, folder: Path) -> None:
+def save(module: FallbackModule, folder: Path) -> None:
     save_fallback(module, module.generation_config, folder)
 
 
@@ -176,7 +177,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 class OurSide:
-    """The package's step over a `Fallback`; a micro-batch is packed into one row or padded."""
+    """The package's step over a `FallbackModule`; a micro-batch is packed into one row or padded."""
 
     def __init__(self, folder: Path, packed: bool, **settings: Any) -> None:
         self.module, self.packed, self.lr = load(folder), packed, settings["lr"]
@@ -290,8 +291,8 @@ def test_the_probe_refuses_a_mask_without_document_boundaries(
     folder_of: Folders, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     """The planted fault is a plain causal mask. Without masks only positions remain, and without them nothing."""
-    causal = lambda doc_ids: torch.ones(*doc_ids.shape, doc_ids.shape[1], dtype=torch.bool).tril()  # noqa: E731
-    monkeypatch.setattr(fallback_module, "same_document_mask", causal)
+    causal = lambda ids, key_ids, window: build_attn_mask(torch.zeros_like(ids), torch.zeros_like(ids), window)  # noqa: E731
+    monkeypatch.setattr(fallback_module, "build_attn_mask", causal)
     assert load(folder_of(name), dtype=dtype).packing_method == "positions"
     masks = {method: text for method, text in probing.PACKING_METHODS.items() if method != "positions"}
     monkeypatch.setattr(probing, "PACKING_METHODS", masks)
@@ -340,13 +341,13 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_rows_see_each_other_is_refused(folder_of: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = Fallback._logits
+    correct = FallbackModule._logits
 
-    def mixed_rows(self: Fallback, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
+    def mixed_rows(self: FallbackModule, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
         logits = correct(self, ids, mask, positions)
         return logits + 1e-3 * logits.mean(dim=0, keepdim=True)
 
-    monkeypatch.setattr(Fallback, "_logits", mixed_rows)
+    monkeypatch.setattr(FallbackModule, "_logits", mixed_rows)
     with pytest.raises(UsageError, match="mixes the rows of a batch"):
         load(folder_of("gpt_neox"))
 
@@ -442,7 +443,7 @@ def test_generation_config_is_kept_and_not_used(neox: Path, tmp_path: Path) -> N
     edit_config(neox, temperature=0.1)
     (neox / "generation_config.json").unlink()
     without_file = load(neox)
-    assert any("will not be saved" in note for note in without_file.notes)
+    assert any("will not be saved" in note for note in without_file.warnings)
     save(without_file, tmp_path / "without file")
     content = '{"temperature": 0.1, "repetition_penalty": 9.0, "max_length": 4, "eos_token_id": %d, "top_k": 2}'
     (neox / "generation_config.json").write_text(content % expected[0][3])
@@ -533,13 +534,13 @@ def test_the_loss_is_a_sum_for_this_model_only(folder_of: Folders) -> None:
 def test_notes_say_what_training_changes(tmp_path: Path, folder_of: Folders) -> None:
     assert (
         "the router's auxiliary loss (router_aux_loss_coef 0.02) is not part of the loss here"
-        in load(folder_of("mixtral")).notes
+        in load(folder_of("mixtral")).warnings
     )
     with_dropout = load(make(tmp_path, "gpt_neox", hidden_dropout=0.25))
-    assert any("hidden_dropout 0.25" in note for note in with_dropout.notes)
+    assert any("hidden_dropout 0.25" in note for note in with_dropout.warnings)
     ids, positions = random_ids(1, 9), torch.arange(9)[None]
     assert not torch.equal(with_dropout(ids, positions), with_dropout(ids, positions))
-    assert load(folder_of("gpt_neox")).notes == []
+    assert load(folder_of("gpt_neox")).warnings == []
 
 
 def test_activation_checkpointing_gives_the_same_gradients(folder_of: Folders) -> None:
@@ -641,7 +642,7 @@ def test_remote_code_is_not_run_without_permission(custom: Path, neox: Path, tmp
 def test_trusted_remote_code_trains_generates_and_is_saved(custom: Path, tmp_path: Path) -> None:
     module = load(custom, trust_remote_code=True)
     assert module.packing_method is None
-    assert any("has no loss of its own" in note for note in module.notes)
+    assert any("has no loss of its own" in note for note in module.warnings)
     ids, labels = random_ids(1, 9), random_ids(1, 9)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     losses = []

@@ -33,7 +33,7 @@ from torchstone.data.loader import StepBatch
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.corpus import corpus_rows
 from torchstone.errors import UsageError
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
 from torchstone.observe.metrics import read_metrics
 from torchstone.optim.build import build_optimizer
@@ -76,7 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load_fallback(folder: Path, builder: ShardedModelBuilder, packed: bool) -> Model:
-    model = load_model(folder, CPU, execution=Execution("fallback", packed=packed), builder=builder)
+    model = load_model(folder, CPU, execution=ExecutionOptions("fallback", packed=packed), builder=builder)
     assert model.implementation == "fallback"
     return model
 
@@ -85,7 +85,7 @@ def make_optimizer(model: Model) -> torch.optim.Optimizer:
     optim = OptimConfig(
         learning_rate=SETTINGS["lr"], betas=SETTINGS["betas"], eps=SETTINGS["eps"], weight_decay=WEIGHT_DECAY
     )
-    return build_optimizer(model.named_parameters(), optim, model.roles())
+    return build_optimizer(model.named_parameters(), optim, model.parameter_kinds())
 
 
 def train_on(runner: Runner, optimizer: torch.optim.Optimizer, batches: parity.MicroBatches) -> StepResult:
@@ -267,7 +267,7 @@ def resume(folder: Path, parallel: dict[str, Any]) -> dict[str, Any]:
     with init_distributed(config, CPU, mixed_precision=False) as ctx:
         is_single = ctx.mesh is None
         builder = ModelBuilder(CPU, torch.float32) if is_single else ShardedModelBuilder(ctx, config, "fp32", CPU)
-        model = load_model(folder, CPU, execution=Execution(packed=True), builder=builder)
+        model = load_model(folder, CPU, execution=ExecutionOptions(packed=True), builder=builder)
         runner, optimizer = build_runner(model, builder, packed=True), make_optimizer(model)
         restore_optimizer(folder, optimizer, model)
         return full_state(model, optimizer) | {"next loss": train_on(runner, optimizer, three_steps()[-1]).loss}

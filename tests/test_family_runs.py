@@ -14,16 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from exact_runs import exact_metrics
 from selection import the_rest
-from test_cli import flags, torchstone  # noqa: F401
-from tiny import write_rows
+from tiny import flags, write_rows
 from tiny_families import SHAPES, make_model
 from torchstone import api
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
-from torchstone.observe.metrics import read_metrics
 
 CPU = torch.device("cpu")
 Settings = Callable[..., dict[str, Any]]
@@ -35,7 +34,6 @@ WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 FUSED = "qkv,gate_up"
 # Plain; soft caps and windows; stacked matrices in the file; transposed ones and learned positions.
 VARIED = ("llama", "gemma2", "phi3", "gpt2")
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "total_tokens")
 
 
 class Runs:
@@ -90,10 +88,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, chat_fi
 
 def checkpoint(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step-{step:08d}"
-
-
-def exact_metrics(run: Path) -> list[dict[str, Any]]:
-    return [{key: line[key] for key in EXACT} for line in read_metrics(run / "metrics.jsonl")]
 
 
 def losses(run: Path) -> list[float]:
@@ -189,7 +183,7 @@ class TestEveryFamily:
 
     def test_a_chat_equals_transformers(self, runs: Runs, family: str) -> None:
         run, question, tokenizer = runs.run(family, "plain"), "What is 2 + 2?", runs.tokenizer
-        prompt = tokenizer.encode(tokenizer.template.prompt([{"role": "user", "content": question}]))
+        prompt = tokenizer.encode(tokenizer.template.render_prompt([{"role": "user", "content": question}]))
         tokens = greedy(load_reference(checkpoint(run, 6)), prompt, 12, tokenizer.stop_ids)
         end = next((index for index, token in enumerate(tokens) if token in tokenizer.stop_ids), len(tokens))
         assert api.Chat(str(run), max_new_tokens=12, device="cpu").ask(question) == tokenizer.decode(tokens[:end])
@@ -224,10 +218,7 @@ class TestEveryFamily:
 
 class TestRowsThatAreTooLong:
     def test_packing_is_refused_where_rope_depends_on_the_row_length(
-        self,
-        torchstone: Command,  # noqa: F811
-        runs: Runs,
-        tmp_path: Path,
+        self, torchstone: Command, runs: Runs, tmp_path: Path
     ) -> None:
         changes = {"model__path": str(runs.folder("phi3", "longrope")), "training__max_steps": 1}
         overrides = runs.settings("phi3", tmp_path / "run", "text", **changes)
@@ -242,10 +233,7 @@ class TestRowsThatAreTooLong:
             assert len(losses(tmp_path / name)) == 1
 
     def test_rows_longer_than_the_learned_positions_are_refused(
-        self,
-        torchstone: Command,  # noqa: F811
-        runs: Runs,
-        tmp_path: Path,
+        self, torchstone: Command, runs: Runs, tmp_path: Path
     ) -> None:
         message = "rows of 65 tokens are too long: the model has 64 positions"
         overrides = runs.settings("gpt2", tmp_path / "run", "text", training__max_steps=1, data__context_length=65)

@@ -333,7 +333,7 @@ class TestTemplates:
     def test_a_prompt_that_depends_on_its_answer_is_refused(self) -> None:
         source = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
         with pytest.raises(DataError, match="renders the prompt before message 2 differently if that message follows"):
-            ChatTemplate(source, {}).conversation(TURNS[:3])
+            ChatTemplate(source, {}).render_conversation(TURNS[:3])
 
     def test_an_endless_template_is_stopped(
         self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,13 +344,13 @@ class TestTemplates:
         endless = load_tokenizer(Path(tokenizer.path), str(tmp_path / "loops.jinja"))
         with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template took more than 0.3 s"):
             build_cache([{"messages": TURNS}], endless, tmp_path)
-        assert ChatTemplate("fine", {}).prompt(TURNS) == "fine"
+        assert ChatTemplate("fine", {}).render_prompt(TURNS) == "fine"
 
     @pytest.mark.parametrize("source", ["{{ messages.__class__.__mro__ }}", "{{ messages[0] + 1 }}"])
     def test_errors_in_a_template_are_data_errors(self, source: str) -> None:
         """Also access to Python's internals."""
         with pytest.raises(DataError, match="the chat template refuses this conversation"):
-            ChatTemplate(source, {}).prompt(TURNS)
+            ChatTemplate(source, {}).render_prompt(TURNS)
 
     def test_generation_tags_and_loop_controls_are_supported(self) -> None:
         source = (
@@ -358,9 +358,9 @@ class TestTemplates:
             "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};{% endgeneration %}"
             "{% else %}{{ m['content'] }};{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
         )
-        rendered = ChatTemplate(source, {}).conversation(TURNS[:3])
+        rendered = ChatTemplate(source, {}).render_conversation(TURNS[:3])
         assert rendered.text == "[user]Hello.;[assistant]Hi;"
-        assert [rendered.text[start:end] for start, end in rendered.trained] == ["Hi;"]
+        assert [rendered.text[start:end] for start, end in rendered.train_spans] == ["Hi;"]
 
     @pytest.mark.parametrize(
         "source",
@@ -375,16 +375,16 @@ class TestTemplates:
     def test_templates_render_as_in_transformers(self, tokenizer: Tokenizer, source: str) -> None:
         messages = [{"role": "user", "content": "ä"}, {"role": "assistant", "content": "<ü>"}]
         expected = tokenizer.hf.apply_chat_template(messages, chat_template=source, tokenize=False)
-        assert ChatTemplate(source, tokenizer.hf.special_tokens_map).text(messages) == expected
+        assert ChatTemplate(source, tokenizer.hf.special_tokens_map).render_text(messages) == expected
 
     def test_the_date_in_a_template_is_fixed(self) -> None:
-        assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).prompt([]) == "01 Jan 2025"
+        assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render_prompt([]) == "01 Jan 2025"
 
     @pytest.mark.parametrize("source", ["{{ 'x' * 99999999 }}", "{{ [1] * 99999999 }}", "{{ 9 ** 99999999 }}"])
     def test_a_template_cannot_fill_the_memory(self, source: str) -> None:
         with pytest.raises(DataError, match="would create a value of size"):
-            ChatTemplate(source, {}).prompt(TURNS)
-        assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}", {}).prompt(TURNS) == "---10244.5"
+            ChatTemplate(source, {}).render_prompt(TURNS)
+        assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}", {}).render_prompt(TURNS) == "---10244.5"
 
     @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
     def test_built_in_templates_render_as_in_transformers(self, tokenizer: Tokenizer, name: str) -> None:
@@ -392,11 +392,11 @@ class TestTemplates:
         hf = load_tokenizer(Path(tokenizer.path)).hf
         hf.bos_token = "<|endoftext|>"
         chat_template = ChatTemplate(source, special)
-        rendered = chat_template.conversation(TURNS)
+        rendered = chat_template.render_conversation(TURNS)
         assert rendered.text == hf.apply_chat_template(TURNS, chat_template=source, tokenize=False)
         prompt = hf.apply_chat_template(TURNS[:4], chat_template=source, tokenize=False, add_generation_prompt=True)
-        assert chat_template.prompt(TURNS[:4]) == prompt
-        for (start, end), answer in zip(rendered.trained, ("Hi", "Bye"), strict=True):
+        assert chat_template.render_prompt(TURNS[:4]) == prompt
+        for (start, end), answer in zip(rendered.train_spans, ("Hi", "Bye"), strict=True):
             assert rendered.text[start:end].startswith(answer)
             assert 0 < end - start - len(answer) < 20
 
@@ -422,7 +422,7 @@ class TestTemplates:
         assert result.checkpoint is not None
         saved = load_tokenizer(result.checkpoint)
         assert saved.hf.chat_template == load_template("chatml")
-        assert "<|im_start|>assistant" in saved.template.prompt([{"role": "user", "content": "a"}])
+        assert "<|im_start|>assistant" in saved.template.render_prompt([{"role": "user", "content": "a"}])
 
 
 def test_tool_calls_are_not_compared_with_answers(llama_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+def call(monkeypatch: pytest.MonkeyPatch, run_main: Call, tmp_path: Path) -> Call:
     """Runs a command in this process, in a folder with FILES, on a machine with eight GPUs.
 
     Returns its exit code, stdout and stderr.
@@ -125,14 +125,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         while "=" in argv[0]:
             monkeypatch.setenv(*argv.pop(0).split("=", 1))
         assert argv.pop(0) == "python3"
-        monkeypatch.setattr(sys, "argv", [*argv, *map(str, more)])
-        code = 0
-        try:
-            MAINS[argv[0]]()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        output = capsys.readouterr()
-        return code, output.out, output.err
+        return run_main(MAINS[argv[0]], *argv, *more)
 
     return run
 

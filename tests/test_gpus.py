@@ -15,12 +15,12 @@ GIB = 2**30
 UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-0001", "GPU-11112222-3333", "GPU-5f5f5f5f-7777"]
 
 
-def gpu(number: int, utilisation: int = 0, used: int = 0) -> Gpu:
-    return Gpu(number, utilisation, used, 80 * GIB, "H100", UUIDS[number])
+def gpu(number: int, utilization: int = 0, used: int = 0) -> Gpu:
+    return Gpu(number, utilization, used, 80 * GIB, "H100", UUIDS[number])
 
 
 def numbers(devices: list[Gpu]) -> list[int]:
-    return [device.number for device in devices]
+    return [device.index for device in devices]
 
 
 FOUR = [gpu(0, 90, 5), gpu(1, 0, 7), gpu(2, 0, 3), gpu(3, 40, 1)]
@@ -163,14 +163,14 @@ class Library(ModuleType):
 
     def nvmlDeviceGetUtilizationRates(self, handle: Gpu) -> SimpleNamespace:
         self._may_refuse(handle)
-        return SimpleNamespace(gpu=handle.utilisation, memory=0)
+        return SimpleNamespace(gpu=handle.utilization, memory=0)
 
     def nvmlDeviceGetMemoryInfo(self, handle: Gpu) -> SimpleNamespace:
         self._may_refuse(handle)
         return SimpleNamespace(used=handle.memory_used, total=handle.memory_total)
 
     def _may_refuse(self, handle: Gpu) -> None:
-        if handle.number in self.silent:
+        if handle.index in self.silent:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
@@ -209,5 +209,5 @@ class TestVisibleGpus:
     def test_a_gpu_of_unknown_load_counts_as_busy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.use(monkeypatch, Library([gpu(0, 0, 5), gpu(1, 60, 9)], silent=(0,)))
         silent, busy = visible_gpus()
-        assert (silent.utilisation, silent.memory_used, silent.memory_total) == (100, 0, 0)
+        assert (silent.utilization, silent.memory_used, silent.memory_total) == (100, 0, 0)
         assert choose("auto", [silent, busy]) == [busy]

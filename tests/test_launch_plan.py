@@ -30,7 +30,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpu_numbers(plan: LaunchPlan | None) -> list[int]:
     assert plan is not None
-    return [gpu.number for gpu in plan.devices]
+    return [gpu.index for gpu in plan.devices]
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -106,7 +106,7 @@ class TestWithGpus:
     def test_on_several_nodes_the_world_size_is_not_known_yet(self, machine: list[Gpu]) -> None:
         plan = plan_launch(LaunchOptions(nnodes="2", node_rank=1, rdzv_endpoint="first:29400"), AUTO, {})
         assert plan is not None
-        assert (plan.nproc, plan.world_size, plan.nodes.max_nodes, plan.nodes.rank) == (4, None, 2, 1)
+        assert (plan.nproc, plan.world_size, plan.nodes.max_nodes, plan.nodes.node_rank) == (4, None, 2, 1)
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -141,4 +141,4 @@ class TestEnvironment:
         }
         plan = plan_launch(LaunchOptions(), AUTO, environment)
         assert plan is not None
-        assert (plan.nproc, plan.nodes.rank, plan.nodes.endpoint) == (3, 1, "pod-0:29400")
+        assert (plan.nproc, plan.nodes.node_rank, plan.nodes.rdzv_endpoint) == (3, 1, "pod-0:29400")

@@ -58,7 +58,7 @@ class Launchers:
     ) -> None:
         command = [sys.executable, "-S", "-E", "-c", WORKER + script, str(self.folder)]
         system = SystemConfig(join_timeout=options.pop("join_timeout", LIMIT))
-        plan = LaunchPlan(nproc, system, Nodes(*nnodes, rank=rank, endpoint=self.endpoint), **options)
+        plan = LaunchPlan(nproc, system, Nodes(*nnodes, node_rank=rank, rdzv_endpoint=self.endpoint), **options)
         screen = self.folder / f"screen-{len(self.processes)}"
         process = self.context.Process(target=launch, args=(screen, plan, command))
         process.start()
@@ -80,7 +80,7 @@ def launch(screen: Path, plan: LaunchPlan, command: list[str]) -> None:
     with screen.open("wb") as file:
         os.dup2(file.fileno(), 2)
     rendezvous.LAST_CALL = 1
-    os._exit(run_workers(plan, command, exits_after=True))
+    os._exit(run_workers(plan, command, ignore_signals_after=True))
 
 
 @pytest.fixture

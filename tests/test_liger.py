@@ -28,7 +28,7 @@ from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.loss.fused import fused_loss_sum
 from torchstone.models import liger
 from torchstone.models.decoder import MLP, Attention, Decoder, DecoderConfig, RMSNorm
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.liger import apply_liger, choose_liger
 from torchstone.parallel.runner import micro_batch_loss
 
@@ -276,7 +276,7 @@ class TestChoice:
 
 class TestNative:
     def test_without_kernels_a_decoder_is_unchanged(self, folder_of: FolderOf, not_installed: None) -> None:
-        model = load_model(folder_of(LLAMA), CPU, execution=Execution(liger=("auto",)))
+        model = load_model(folder_of(LLAMA), CPU, execution=ExecutionOptions(liger=("auto",)))
         assert model.notes[-1] == "liger: none (the package liger-kernel is not installed)"
         assert set(kernels_in(model.module)) == {None}
         model = load_model(folder_of(LLAMA), CPU)
@@ -294,8 +294,8 @@ class TestNative:
     )
     def test_kernels_get_the_settings_of_the_family(self, case: Case, folder_of: FolderOf) -> None:
         """The stand-ins compute what Liger documents, so a wrong offset, casting or cos and sin would be seen."""
-        plain = load_model(folder_of(case), CPU, execution=Execution(implementation="native"))
-        fast = load_model(folder_of(case), CPU, execution=Execution(implementation="native", liger=("auto",)))
+        plain = load_model(folder_of(case), CPU, execution=ExecutionOptions(implementation="native"))
+        fast = load_model(folder_of(case), CPU, execution=ExecutionOptions(implementation="native", liger=("auto",)))
         kernels = choose_liger(("auto",), plain.module.config, "none", CPU).kernels
         norms = [part for part in fast.module.modules() if isinstance(part, RMSNorm)]
         assert all((part.kernel is not None) == ("norm" in kernels) for part in norms)
@@ -317,7 +317,7 @@ class TestNative:
     @pytest.mark.usefixtures("installed", "on_cpu")
     @pytest.mark.parametrize("fused", [(), ("qkv", "gate_up")], ids=["separate", "fused"])
     def test_the_rope_kernel_rotates_a_copy(self, fused: Any, folder_of: FolderOf) -> None:
-        model = load_model(folder_of(LLAMA), CPU, execution=Execution(liger=("rope",), fused=fused))
+        model = load_model(folder_of(LLAMA), CPU, execution=ExecutionOptions(liger=("rope",), fused=fused))
         outputs: list[tuple[Tensor, Tensor]] = []
         attention = model.module.layers["0"].attention
         projection = attention.wqkv if fused else attention.wq
@@ -365,11 +365,11 @@ class TestLoss:
         self, case: Case, packed: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plain = load_model(folder_of(case), CPU).module
-        fused = load_model(folder_of(case), CPU, execution=Execution(liger=("loss",))).module
+        fused = load_model(folder_of(case), CPU, execution=ExecutionOptions(liger=("loss",))).module
         batch = make_batch(packed)
         inputs = batch.ids, batch.positions, batch.doc_ids if packed else None, batch.labels
         expected = micro_batch_loss(plain, *inputs)
-        monkeypatch.setattr(Decoder, "logits", None)
+        monkeypatch.setattr(Decoder, "compute_logits", None)
         loss = micro_batch_loss(fused, *inputs)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         for each in (loss, expected):
@@ -383,7 +383,7 @@ class TestLoss:
 
 class TestFallback:
     def load(self, folder: Path, *kernels: str) -> Any:
-        return load_model(folder, CPU, execution=Execution(implementation="fallback", liger=kernels))
+        return load_model(folder, CPU, execution=ExecutionOptions(implementation="fallback", liger=kernels))
 
     @pytest.mark.usefixtures("not_installed")
     def test_without_the_package_auto_chooses_nothing_and_a_name_is_refused(self, folder_of: FolderOf) -> None:

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from test_cli import flags, torchstone  # noqa: F401
-from tiny import make_llama
+from tiny import flags, make_llama
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import load_model
@@ -23,7 +22,7 @@ from torchstone.checkpoint.weight_files import save_weights
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model, NativeModel
 
 Settings = Callable[..., dict[str, Any]]
@@ -68,7 +67,7 @@ def folder(sources: dict[str, Path], implementation: str, tmp_path: Path) -> Pat
 
 
 @pytest.fixture
-def train_error(torchstone: Command, settings: Settings, tmp_path: Path) -> TrainError:  # noqa: F811
+def train_error(torchstone: Command, settings: Settings, tmp_path: Path) -> TrainError:
     """Runs `torchstone train` on a folder that it must refuse; returns its stderr. No checkpoint may be saved."""
 
     def run(folder: Path, codes: tuple[int, ...] = (2, 6)) -> str:
@@ -270,14 +269,10 @@ class TestDamaged:
         for damaged in (*(content[:cut] for cut in sorted(cuts)), content + b"\0"):
             path.write_bytes(damaged)
             with pytest.raises(CheckpointError, match=f"{WEIGHTS}: {DAMAGED}"):
-                load_model(folder, CPU, execution=Execution(implementation=implementation))
+                load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
 
     def test_export_evaluate_and_chat_refuse_it_too(
-        self,
-        torchstone: Command,  # noqa: F811
-        folder: Path,
-        tmp_path: Path,
-        text_file: Path,
+        self, torchstone: Command, folder: Path, tmp_path: Path, text_file: Path
     ) -> None:
         path = folder / WEIGHTS
         path.write_bytes(path.read_bytes()[:-4])
@@ -390,11 +385,7 @@ class TestDamagedNative:
         assert not (tmp_path / "out").exists()
 
     def test_evaluate_does_not_report_a_nan_loss(
-        self,
-        torchstone: Command,  # noqa: F811
-        folder: Path,
-        text_file: Path,
-        tmp_path: Path,
+        self, torchstone: Command, folder: Path, text_file: Path, tmp_path: Path
     ) -> None:
         edit_tensor("model.norm.weight", lambda tensor: torch.full_like(tensor, float("nan")))(folder)
         code, out, _ = torchstone("evaluate", folder, "--data", text_file, "--cache-dir", tmp_path / "cache", "--json")
@@ -412,10 +403,7 @@ class TestDamagedNative:
             api.train(overrides=without_new_model(settings(model__path=str(folder))))
 
     def test_damaged_weights_are_found_before_any_data_is_read(
-        self,
-        torchstone: Command,  # noqa: F811
-        folder: Path,
-        tmp_path: Path,
+        self, torchstone: Command, folder: Path, tmp_path: Path
     ) -> None:
         path = folder / WEIGHTS
         path.write_bytes(path.read_bytes()[:-50])
@@ -461,7 +449,7 @@ class TestForeign:
         folder = make_model(tmp_path / "encoder", "llama", "grouped")
         set_config(is_causal=False)(folder)
         with pytest.raises(UsageError, match="the native decoder does not support is_causal False"):
-            load_model(folder, CPU, execution=Execution(implementation="native"))
+            load_model(folder, CPU, execution=ExecutionOptions(implementation="native"))
         with pytest.raises(UsageError, match="a token sees later tokens"):
             load_model(folder, CPU)
 

@@ -1,4 +1,4 @@
-"""A model ready to train: aligned with its tokenizer or initialised, its optimizer and schedule, and what is logged."""
+"""A model ready to train: aligned with its tokenizer or initialized, its optimizer and schedule, and what is logged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from test_cli import flags, torchstone  # noqa: F401
 from test_model_folders import make_hf_folder, set_config, without_new_model
-from tiny import make_llama
+from tiny import flags, make_llama
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import check_model_folder, load_model
@@ -27,7 +26,7 @@ from torchstone.config.schema import FamilyName
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.families import FAMILIES
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
@@ -81,9 +80,12 @@ class TestModelTokenizerAlignment:
     def test_embeddings_grow_to_a_multiple_of_eight(
         self, wide: dict[bool, Path], implementation: Any, tokens: int, size: int
     ) -> None:
-        model = load_model(wide[False], CPU, execution=Execution(implementation=implementation))
-        (note,) = model.align_with_tokenizer(tokens, {})
-        assert note.startswith(f"the tokenizer has {tokens} tokens, the model has 32000 embeddings: resized to {size}")
+        options = ExecutionOptions(implementation=implementation)
+        model = load_model(wide[False], CPU, execution=options, tokenizer_size=tokens)
+        (warning,) = model.warnings
+        assert warning.startswith(
+            f"the tokenizer has {tokens} tokens, the model has 32000 embeddings: resized to {size}"
+        )
         assert model.vocab_size == model.hf_config["vocab_size"] == size
         assert {name: len(weight) for name, weight in embedding_and_head(model).items()} == {
             "embedding": size, "head": size,
@@ -96,12 +98,10 @@ class TestModelTokenizerAlignment:
     def test_a_smaller_tokenizer_changes_nothing(
         self, wide: dict[bool, Path], implementation: Any, tokens: int
     ) -> None:
-        model = load_model(wide[True], CPU, execution=Execution(implementation=implementation))
-        before = {name: tensor.clone() for name, tensor in hf_state_dict(model).items()}
-        pointers = {name: weight.data_ptr() for name, weight in embedding_and_head(model).items()}
-        assert model.align_with_tokenizer(tokens, {}) == []
-        assert model.vocab_size == VOCABULARY
-        assert {name: weight.data_ptr() for name, weight in embedding_and_head(model).items()} == pointers
+        options = ExecutionOptions(implementation=implementation)
+        before = hf_state_dict(load_model(wide[True], CPU, execution=options))
+        model = load_model(wide[True], CPU, execution=options, tokenizer_size=tokens)
+        assert (model.warnings, model.vocab_size) == ([], VOCABULARY)
         assert all(torch.equal(before[name], tensor) for name, tensor in hf_state_dict(model).items())
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,10 +110,10 @@ class TestModelTokenizerAlignment:
     def test_old_embeddings_stay_and_new_ones_are_their_mean_in_fp32(
         self, wide: dict[bool, Path], implementation: Any, tied: bool, dtype: torch.dtype
     ) -> None:
-        model = load_model(wide[tied], CPU, dtype, Execution(implementation=implementation))
-        before = {name: weight.detach().clone() for name, weight in embedding_and_head(model).items()}
-        names = [name for name, _ in model.module.named_parameters()]
-        model.align_with_tokenizer(32005, {})
+        options = ExecutionOptions(implementation=implementation)
+        model = load_model(wide[tied], CPU, dtype, options)
+        before, names = embedding_and_head(model), [name for name, _ in model.module.named_parameters()]
+        model = load_model(wide[tied], CPU, dtype, options, tokenizer_size=32005)
         after = embedding_and_head(model)
         assert (after["head"] is after["embedding"]) == tied
         assert [name for name, _ in model.module.named_parameters()] == names
@@ -130,15 +130,15 @@ class TestModelTokenizerAlignment:
     @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     def test_special_tokens_become_the_tokenizers(self, tmp_path: Path, implementation: Any) -> None:
         folder = make_model(tmp_path, "llama", "grouped", pad_token_id=1, bos_token_id=2, eos_token_id=[5, 7])
-        model = load_model(folder, CPU, execution=Execution(implementation=implementation))
-        assert model.align_with_tokenizer(90, {"pad_token_id": 4, "bos_token_id": 2, "eos_token_id": 7}) == [
+        model = load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
+        assert model.align_special_tokens({"pad_token_id": 4, "bos_token_id": 2, "eos_token_id": 7}) == [
             "pad_token_id: 1 in the model is now 4, as in the tokenizer",
             "generation_config.json: pad_token_id 1 is now 4",
         ]
         save_model(model, tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         assert [config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")] == [4, 2, [5, 7]]
-        (note, *_) = model.align_with_tokenizer(90, {"pad_token_id": 4, "bos_token_id": None, "eos_token_id": 8})
+        (note, *_) = model.align_special_tokens({"pad_token_id": 4, "bos_token_id": None, "eos_token_id": 8})
         assert note == "eos_token_id: [5, 7] in the model is now 8, as in the tokenizer"
         assert model.hf_config["bos_token_id"] == 2, "the tokenizer has no bos token: the model keeps its own"
 
@@ -150,8 +150,8 @@ class TestModelTokenizerAlignment:
         folder = make_model(tmp_path / "in", "llama", "grouped", eos_token_id=eos)
         content = b'{\n  "eos_token_id": 7,\n "temperature":0.25, "do_sample": true, "top_p": 0.5}\n'
         (folder / GENERATION_CONFIG).write_bytes(content)
-        model = load_model(folder, CPU, execution=Execution(implementation=implementation))
-        model.align_with_tokenizer(90, {"eos_token_id": 7}, stop_ids=[7] if is_kept else [7, 11])
+        model = load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
+        model.align_special_tokens({"eos_token_id": 7}, stop_ids=[7] if is_kept else [7, 11])
         (tmp_path / "out").mkdir()
         save_model(model, tmp_path / "out")
         save_tokenizer(tokenizer, tmp_path / "out")
@@ -202,12 +202,7 @@ class TestModelTokenizerAlignment:
 
     @pytest.mark.parametrize("command", ["evaluate", "chat"])
     def test_commands_that_do_not_train_refuse_a_tokenizer_that_is_too_large(
-        self,
-        torchstone: Command,  # noqa: F811
-        small: Path,
-        chat_file: Path,
-        tmp_path: Path,
-        command: str,
+        self, torchstone: Command, small: Path, chat_file: Path, tmp_path: Path, command: str
     ) -> None:
         args = {"evaluate": ["--data", chat_file, "--cache-dir", tmp_path], "chat": ["--prompt", "What is 2 + 2?"]}
         code, _, err = torchstone(command, small, *args[command])
@@ -325,10 +320,7 @@ class TestNewModel:
     ids=str,
 )
 def test_an_impossible_new_model_is_refused_with_what_is_possible(
-    torchstone: Command,  # noqa: F811
-    settings: Settings,
-    changes: dict[str, Any],
-    message: str,
+    torchstone: Command, settings: Settings, changes: dict[str, Any], message: str
 ) -> None:
     code, _, err = torchstone("train", *flags(settings(**changes)))
     assert code == 2, err
@@ -448,11 +440,7 @@ class TestNotes:
         assert [line for line in lines if "runs in the Transformers fallback (as requested)" in line]
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention runs on this machine")
-    def test_an_attention_backend_that_cannot_run_is_refused(
-        self,
-        torchstone: Command,  # noqa: F811
-        settings: Settings,
-    ) -> None:
+    def test_an_attention_backend_that_cannot_run_is_refused(self, torchstone: Command, settings: Settings) -> None:
         code, _, err = torchstone("train", *flags(settings(model__attention="flash")))
         assert code == 2
         assert "model.attention flash runs on CUDA devices, not on cpu" in err
@@ -472,7 +460,7 @@ class TestNotes:
     )
     def test_options_that_the_fallback_does_not_have_are_refused(
         self,
-        torchstone: Command,  # noqa: F811
+        torchstone: Command,
         settings: Settings,
         tmp_path: Path,
         tokenizer: Tokenizer,
@@ -512,10 +500,10 @@ class TestPaddingIdx:
     @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     def test_its_embedding_gets_no_gradient(self, tmp_path: Path, implementation: Any) -> None:
         folder = make_model(tmp_path, "llama", "pad in text")
-        model = load_model(folder, CPU, execution=Execution(implementation=implementation))
+        model = load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
         assert model.padding_idx == 3
         model.module(torch.tensor([[3, 4, 3, 5]]), torch.arange(4)[None]).square().sum().backward()
-        roles = model.roles()
+        roles = model.parameter_kinds()
         (gradient,) = [p.grad for name, p in model.module.named_parameters() if roles.get(name) == "embed"]
         assert not gradient[3].any()
         assert gradient[4].any()
@@ -553,11 +541,7 @@ class TestRemoteCode:
         assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
 
     def test_trusted_code_is_trained_and_exported(
-        self,
-        folder: Path,
-        settings: Settings,
-        tmp_path: Path,
-        torchstone: Command,  # noqa: F811
+        self, folder: Path, settings: Settings, tmp_path: Path, torchstone: Command
     ) -> None:
         overrides = from_folder(settings, folder, training__max_steps=1)
         trusted = api.train(overrides=overrides | {"model.trust_remote_code": True})
@@ -592,4 +576,4 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "no-such-compiler")))
     with pytest.raises(UsageError, match=r"model\.compile needs a C\+\+ compiler on a CPU"):
-        check_model_folder(make_llama(tmp_path / "model"), CPU, torch.float32, Execution(compile="block"))
+        check_model_folder(make_llama(tmp_path / "model"), CPU, torch.float32, ExecutionOptions(compile="block"))

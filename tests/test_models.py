@@ -21,9 +21,9 @@ from tiny import make_llama
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import UsageError
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.generate import generate
-from torchstone.models.sizing import parameter_count, sized_decoder_config
+from torchstone.models.sizing import build_sized_decoder_config, parameter_count
 
 CPU = torch.device("cpu")
 PROMPTS = ([5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17])
@@ -56,14 +56,14 @@ def test_a_config_that_the_decoder_does_not_support_is_refused(
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UsageError, match=expected):
-        load_model(folder, CPU, execution=Execution(implementation="native"))
+        load_model(folder, CPU, execution=ExecutionOptions(implementation="native"))
 
 
 @pytest.mark.parametrize(
     ("depth", "width", "heads", "mlp_width"), [(1, 64, 1, 192), (12, 768, 12, 2048), (20, 1280, 10, 3456)]
 )
 def test_depth_alone_sets_all_sizes(depth: int, width: int, heads: int, mlp_width: int) -> None:
-    config = sized_decoder_config(ModelConfig(depth=depth), vocab_size=512, context_length=128)
+    config = build_sized_decoder_config(ModelConfig(depth=depth), vocab_size=512, context_length=128)
     assert (config.depth, config.width, config.heads, config.mlp_width) == (depth, width, heads, mlp_width)
     # Embedding, last norm, and per layer: four attention and three mlp matrices, two norms.
     expected = 512 * width + width + depth * (4 * width**2 + 3 * width * mlp_width + 2 * width)

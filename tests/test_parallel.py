@@ -28,7 +28,7 @@ from torchstone.observe.console import Console
 from torchstone.parallel.build import ShardedModelBuilder
 from torchstone.parallel.mesh import ParallelContext, ParallelDims, init_distributed, resolve_dims
 from torchstone.parallel.pipeline import pad_to_equal_shapes, split_layers, stage_indices
-from torchstone.parallel.tensor import check_tp, kv_head_indices, shards_kv_heads
+from torchstone.parallel.tensor_parallel import check_tp, kv_head_indices, shards_kv_heads
 from torchstone.testing import launch_procs
 from torchstone.training.setup import build_run
 
@@ -95,7 +95,7 @@ class TestSizes:
             return resolve_batch_sizes(TrainingConfig(**training), packed, 16, 8, dp=4)
 
         assert resolve(batch_size=2, grad_accum_steps=3).global_batch_size == 24
-        assert resolve(global_batch_size=24).rows == 6
+        assert resolve(global_batch_size=24).micro_batch_rows == 6
         assert resolve(packed=True).global_batch_size == 16
         with pytest.raises(UsageError, match="4 data-parallel ranks"):
             resolve(batch_size=2, grad_accum_steps=3, global_batch_size=6)
@@ -228,7 +228,7 @@ def test_the_padding_embedding_is_not_trained_in_any_layout(root: Path) -> None:
 def free_run(case: Case, reference: str, recompute: str, compiled: bool) -> dict[str, Any]:
     with init_distributed(ParallelConfig(**case.parallel), CPU, mixed_precision=True) as ctx:
         side = ShardedSide(case, Path(reference), ctx)
-        for part in side.model.parts:
+        for part in side.model.model_parts:
             apply_activation_checkpointing(part, recompute)
             compile_decoder(part, "block" if compiled else "none", "aot_eager")
         return side.free_run()
@@ -303,9 +303,9 @@ def load_resized(folder: str, tokenizer_size: int, parallel: dict[str, Any]) -> 
 def test_custom_model_resize_embedding(tied: bool, root: Path) -> None:
     """Every old embedding keeps its global index on any number of ranks; new ones are the mean of the old."""
     folder = make_model(root / f"resize-{tied}", "llama", "grouped", num_hidden_layers=2, tie_word_embeddings=tied)
-    model = load_model(folder, CPU)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.shape[0] == 96}
-    assert model.align_with_tokenizer(101, {}) == [
+    before = {name: p.detach() for name, p in load_model(folder, CPU).named_parameters() if p.shape[0] == 96}
+    model = load_model(folder, CPU, tokenizer_size=101)
+    assert model.warnings == [
         "the tokenizer has 101 tokens, the model has 96 embeddings: resized to 104; new ones are the mean of the old"
     ]
     after = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -38,8 +38,8 @@ from tiny_families import VOCABULARY, make_model
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.data.loader import StepBatch
+from torchstone.parallel.fsdp import Precision, mixed_precision_policy
 from torchstone.parallel.runner import Runner
-from torchstone.parallel.shard import Precision, mixed_precision_policy
 from torchstone.testing import launch_procs
 from torchstone.training.step import compute_gradients
 
@@ -115,7 +115,7 @@ def dtypes_after_step(folder: Path, precision: Precision, parallel: Parallel) ->
             dtypes["activations"].append(output.dtype)
 
         optimizer.register_step_pre_hook(note_gradients)
-        for part in runner.model.parts:
+        for part in runner.model.model_parts:
             for block in part.layers.values():
                 block.register_forward_hook(note_activations)
         train_step(runner, optimizer, rank_batch(runner, random_batches(0, count=2)), 1, LEARNING_RATE, 1.0)

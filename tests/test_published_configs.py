@@ -19,7 +19,7 @@ from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_model
 from torchstone.checkpoint.weight_files import hf_tensors
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_logits_gradients_and_file_equal_transformers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = load_model(folder, CPU, execution=Execution(implementation="native"))
+    model = load_model(folder, CPU, execution=ExecutionOptions(implementation="native"))
     assert all(warning.startswith(WARNINGS) for warning in model.warnings), model.warnings
     decoder, names = model.module, WEIGHT_NAMES[model.hf_config["model_type"]]
     has_softcap = decoder.config.attention_softcap is not None

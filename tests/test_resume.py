@@ -16,17 +16,15 @@ from typing import Any
 import pytest
 
 import processes
+from exact_runs import assert_same_run, exact_metrics, saved_tensors
 from selection import the_rest
 from torchstone import api
 from torchstone.checkpoint import manifest
 from torchstone.config import load_config
 from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
-from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
-# The fields of a metrics line that do not depend on the clock.
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens", "val_loss")
 STEPS = 9
 
 
@@ -76,20 +74,6 @@ def train_and_die_before_marking(overrides: dict[str, Any], step: int) -> None:
     processes.train(overrides)
 
 
-def metrics_of(folder: str | Path) -> list[dict[str, Any]]:
-    return [{key: line.get(key) for key in EXACT} for line in read_metrics(Path(folder) / "metrics.jsonl")]
-
-
-def saved_bytes(folder: str | Path, step: int, name: str) -> bytes:
-    return (Path(folder) / f"checkpoints/step-{step:08d}/{name}.safetensors").read_bytes()
-
-
-def assert_same_run(a: str | Path, b: str | Path, step: int = STEPS) -> None:
-    assert metrics_of(a) == metrics_of(b)
-    for name in ("model", "optimizer"):
-        assert saved_bytes(a, step, name) == saved_bytes(b, step, name)
-
-
 def chat_run(settings: Settings, chat_file: Path, output: Path, **changes: Any) -> dict[str, Any]:
     """30 conversations in steps of 7: the first epoch ends within step 5. A checkpoint every second step."""
     base = {
@@ -110,14 +94,14 @@ def test_killed_at_every_step(settings: Settings, chat_file: Path, tmp_path: Pat
             checkpoint__every_steps=2, output_dir=str(whole),
         )  # fmt: skip
     assert processes.run(processes.train, overrides) == 0
-    assert [line["step"] for line in metrics_of(whole)] == list(range(1, STEPS + 1))
-    assert metrics_of(whole)[-1]["epoch"] > 1, "the run must cross the end of an epoch"
+    assert [line["step"] for line in exact_metrics(whole)] == list(range(1, STEPS + 1))
+    assert exact_metrics(whole)[-1]["epoch"] > 1, "the run must cross the end of an epoch"
 
     overrides["output_dir"] = str(killed)
     for step in range(1, STEPS + 1):
         assert processes.run(processes.train, overrides, (processes.KillAt(step, "step"),)) == -signal.SIGKILL
     assert processes.run(processes.train, overrides) == 0
-    assert_same_run(whole, killed)
+    assert_same_run(whole, killed, STEPS)
 
 
 def test_killed_while_and_after_saving(settings: Settings, chat_file: Path, tmp_path: Path) -> None:
@@ -133,7 +117,7 @@ def test_killed_while_and_after_saving(settings: Settings, chat_file: Path, tmp_
         assert folder.exists()
     assert processes.run(processes.train, overrides) == 0
     assert not list((killed / "checkpoints").glob(".step-*"))
-    assert_same_run(whole, killed)
+    assert_same_run(whole, killed, STEPS)
 
 
 @the_rest
@@ -170,7 +154,7 @@ def test_a_signal_saves_and_exits_with_75(
     assert processes.run(train_and_signal, overrides, 3, number) == 75
     assert [step for step, _ in manifest.list_checkpoints(stopped / "checkpoints")] == [2, 3]
     assert processes.run(processes.train, overrides) == 0
-    assert_same_run(whole, stopped)
+    assert_same_run(whole, stopped, STEPS)
 
 
 VALIDATION = {"training__validate_every_steps": 2, "checkpoint__save_best": True, "checkpoint__keep_last": 1}
@@ -185,7 +169,7 @@ def test_a_signal_around_a_validation(settings: Settings, chat_file: Path, tmp_p
     for step, where in ((2, "on_step"), (4, "on_validation"), (6, "on_step")):
         assert processes.run(train_and_signal, overrides, step, signal.SIGTERM, where) == 75
     assert processes.run(processes.train, overrides) == 0
-    assert sum(line["val_loss"] is not None for line in metrics_of(whole)) == 3
+    assert sum(line["val_loss"] is not None for line in exact_metrics(whole)) == 3
     best = [(folder / "checkpoints/best.json").read_text() for folder in (stopped, whole)]
     assert best[0] == best[1]
     assert_same_run(whole, stopped, 6)
@@ -235,7 +219,7 @@ class TestAnotherBatchSize:
         overrides = chat_run(settings, chat_file, tmp_path / "run", training__global_batch_size=first, **limits)
         api.train(load_config(overrides=overrides), callbacks=[StopAt(2)])
         api.train(load_config(overrides=overrides | {"training.global_batch_size": second}))
-        lines = metrics_of(tmp_path / "run")
+        lines = exact_metrics(tmp_path / "run")
         assert sum(line["samples"] for line in lines) == 30
         assert len(lines) == 2 + -(-(30 - 2 * first) // second)
         assert all(line["lr"] > 0 for line in lines)
@@ -245,7 +229,7 @@ class TestAnotherBatchSize:
         overrides = chat_run(settings, chat_file, tmp_path / "run", **changes)
         api.train(load_config(overrides=overrides), callbacks=[StopAt(3)])
         api.train(load_config(overrides=overrides | {"training.global_batch_size": 8}))
-        assert [line["samples"] for line in metrics_of(tmp_path / "run")] == [4] * 3 + [8] * 3
+        assert [line["samples"] for line in exact_metrics(tmp_path / "run")] == [4] * 3 + [8] * 3
 
     def test_more_epochs_continue_after_a_smaller_last_step(
         self, settings: Settings, chat_file: Path, tmp_path: Path
@@ -254,7 +238,7 @@ class TestAnotherBatchSize:
         overrides = chat_run(settings, chat_file, tmp_path / "run", **limits)
         api.train(load_config(overrides=overrides))
         api.train(load_config(overrides=overrides | {"training.max_epochs": 2}))
-        lines = metrics_of(tmp_path / "run")
+        lines = exact_metrics(tmp_path / "run")
         assert [line["samples"] for line in lines] == [7, 7, 7, 7, 2] * 2
         assert all(line["lr"] > 0 for line in lines)
 
@@ -309,8 +293,8 @@ class TestWhichCheckpoint:
         api.train(load_config(overrides=overrides), callbacks=[StopAt(5)])
         api.train(load_config(overrides=overrides))
         assert "has checkpoints of its own: resuming from them" in capsys.readouterr().err
-        assert metrics_of(other) == metrics_of(run)[2:]
-        assert saved_bytes(other, STEPS, "model") == saved_bytes(run, STEPS, "model")
+        assert exact_metrics(other) == exact_metrics(run)[2:]
+        assert saved_tensors(other, STEPS)["model.safetensors"] == saved_tensors(run, STEPS)["model.safetensors"]
 
     def test_a_damaged_one_is_skipped_with_a_warning(
         self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -325,4 +309,4 @@ class TestWhichCheckpoint:
         path.write_bytes(content)
         api.train(load_config(overrides=overrides))
         assert "optimizer.safetensors: damaged" in capsys.readouterr().err
-        assert_same_run(whole, damaged)
+        assert_same_run(whole, damaged, STEPS)

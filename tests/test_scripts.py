@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from torchstone.config.load import fields, load_config
+from torchstone.config.load import field_types, read_config_layers, resolve
 from torchstone.errors import UsageError
 from torchstone.scripts import nanochat
 
@@ -31,21 +31,10 @@ ShowConfig = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunScript:
+def script(monkeypatch: pytest.MonkeyPatch, run_main: RunScript, tmp_path: Path) -> RunScript:
     """Exit code, stdout and stderr of a script, in this process and an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(name: str, *args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
-        code = 0
-        try:
-            nanochat.run_script(SCRIPTS[name].SCRIPT)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
+    return lambda name, *args: run_main(lambda: nanochat.run_script(SCRIPTS[name].SCRIPT), name, *args)
 
 
 @pytest.fixture
@@ -125,7 +114,9 @@ class TestFlags:
         assert show_config("base_train", "null.yaml")["optim.schedule"] == "wsd"
         (tmp_path / "settings.yaml").write_text("optim: {eps: 3e-8}\n")
         defaults = {"optim.eps": 1, "optim.weight_decay": 0.5, "optim.learning_rate": 7, "training.seed": 5}
-        config = load_config(tmp_path / "settings.yaml", "debug", {"training.seed": 6}, defaults=defaults)
+        config = resolve(
+            read_config_layers(tmp_path / "settings.yaml", "debug", {"training.seed": 6}), defaults=defaults
+        )
         assert (config.optim.eps, config.optim.weight_decay) == (3e-8, 0.5)
         assert (config.optim.learning_rate, config.training.seed) == (1e-4, 6)
 
@@ -134,12 +125,12 @@ class TestFlags:
         assert code == 2
         assert err.startswith("error: the defaults of base_train: training.mode infinite has no end, so optim.schedule")
         with pytest.raises(UsageError, match=r"^the defaults: unknown key 'optim\.epps'\n  did you mean 'optim\.eps'"):
-            load_config(preset="debug", defaults={"optim.epps": 1})
+            resolve(read_config_layers(None, "debug", {}), defaults={"optim.epps": 1})
 
     def test_flags_and_defaults_are_config_keys(self) -> None:
-        assert {key for key, _ in nanochat.FLAGS.values()} <= set(fields())
+        assert {key for key, _ in nanochat.FLAGS.values()} <= set(field_types())
         for module in SCRIPTS.values():
-            assert set(module.SCRIPT.defaults | module.SCRIPT.data_defaults) <= set(fields())
+            assert set(module.SCRIPT.defaults | module.SCRIPT.data_defaults) <= set(field_types())
 
 
 class TestWrongUsage:

@@ -510,7 +510,7 @@ class TestBadRows:
     ) -> None:
         cache = build_cache(mixed, tokenizer, tmp_path / "cache", stop=False)
         assert (cache.counts.rows, cache.counts.bad_rows, len(cache)) == (28, 8, 20)
-        bad_rows = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
+        bad_rows = [json.loads(line) for line in cache.bad_rows_path.read_text().splitlines()]
         assert [row["line"] for row in bad_rows] == [1, 3, 5, 7, 9, 11, 13, 15]
         assert {row["file"] for row in bad_rows} == {str(mixed)}
         assert [row["row"] for row in bad_rows[:7]] == [

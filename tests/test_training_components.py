@@ -18,6 +18,7 @@ from torch import nn
 
 from steps import train_step
 from tiny import make_llama
+from torchstone import atomic
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import resolve_model_folder, restore_optimizer, restore_rng_states
@@ -28,14 +29,15 @@ from torchstone.data.batch_sizes import BatchSizes
 from torchstone.data.collate import collate
 from torchstone.data.encode import RowCounts, TokenSequence
 from torchstone.data.loader import RunData, StepBatch
+from torchstone.data.samples import Samples
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumericalError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.model import Model
 from torchstone.observe.metrics import MetricsFile, read_metrics
 from torchstone.optim.build import build_optimizer
-from torchstone.optim.clip import clip_gradients, squared_norm
-from torchstone.optim.schedule import learning_rate, schedule_warnings
+from torchstone.optim.clip import clip_grads_with_norm_, squared_norm
+from torchstone.optim.schedule import lr_at_step, schedule_warnings
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.parallel.runner import Runner
 from torchstone.training import schedule
@@ -81,7 +83,7 @@ def loss_and_gradients(model: Model, batch: StepBatch, packed: bool = False) -> 
 
 
 def optimizer_for(model: Model, **optim: Any) -> torch.optim.Optimizer:
-    return build_optimizer(model.named_parameters(), OptimConfig(**optim), model.roles())
+    return build_optimizer(model.named_parameters(), OptimConfig(**optim), model.parameter_kinds())
 
 
 class TestLoss:
@@ -161,7 +163,7 @@ class TestGradientStep:
         squares = squared_norm([p.grad for p in parameters])
         assert squares.dtype == torch.float64
         assert squares.item() == pytest.approx(25.0)
-        clip_gradients(parameters, squares.item() ** 0.5, 1.0)
+        clip_grads_with_norm_(parameters, squares.item() ** 0.5, 1.0)
         assert torch.cat([p.grad.flatten() for p in parameters]).norm().item() == pytest.approx(1.0, rel=1e-5)
 
     @pytest.mark.parametrize("limit", [0.0, 100.0])
@@ -169,7 +171,7 @@ class TestGradientStep:
         parameter = nn.Parameter(torch.zeros(4))
         parameter.grad = torch.tensor([1.1, -2.2, 3.3, 0.1])
         before = parameter.grad.clone()
-        clip_gradients([parameter], squared_norm([parameter.grad]).item() ** 0.5, limit)
+        clip_grads_with_norm_([parameter], squared_norm([parameter.grad]).item() ** 0.5, limit)
         assert torch.equal(parameter.grad, before)
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -235,7 +237,7 @@ class TestSchedule:
     @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
     def test_warmup_ends_at_the_peak(self, schedule: str) -> None:
         optim = OptimConfig(learning_rate=1.0, warmup_steps=10, schedule=schedule)
-        rates = [learning_rate(step, 100, optim) for step in range(100)]
+        rates = [lr_at_step(step, 100, optim) for step in range(100)]
         assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
         assert max(rates) == 1.0
 
@@ -249,8 +251,8 @@ class TestSchedule:
     )
     def test_decay_at_the_middle_and_the_end(self, schedule: str, middle: float, last: float) -> None:
         optim = OptimConfig(learning_rate=1.0, schedule=schedule, min_lr_ratio=0.1)
-        assert learning_rate(50, 100, optim) == pytest.approx(middle)
-        assert learning_rate(99, 100, optim) == pytest.approx(last)
+        assert lr_at_step(50, 100, optim) == pytest.approx(middle)
+        assert lr_at_step(99, 100, optim) == pytest.approx(last)
 
     def test_cosine_equals_transformers_after_warmup(self) -> None:
         from transformers import get_cosine_schedule_with_warmup
@@ -261,7 +263,7 @@ class TestSchedule:
         optim = OptimConfig(learning_rate=3e-4, warmup_steps=5, schedule="cosine")
         for step in range(40):
             if step >= 5:
-                assert learning_rate(step, 40, optim) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+                assert lr_at_step(step, 40, optim) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
             optimizer.step()
             theirs.step()
 
@@ -269,19 +271,16 @@ class TestSchedule:
         assert "within optim.warmup_steps 6" in schedule_warnings(5, OptimConfig(warmup_steps=6))[0]
         short = OptimConfig(learning_rate=1.0, warmup_steps=6, schedule="wsd", decay_steps=6)
         assert "right after warm-up" in schedule_warnings(10, short)[0]
-        assert [learning_rate(step, 10, short) for step in (5, 6, 8)] == pytest.approx([1.0, 1.0, 0.5])
+        assert [lr_at_step(step, 10, short) for step in (5, 6, 8)] == pytest.approx([1.0, 1.0, 0.5])
         assert schedule_warnings(100, short) == schedule_warnings(None, OptimConfig(schedule="constant")) == []
 
 
-class FixedSamples:
+class FixedSamples(Samples):
     """Samples of which only the lengths are known."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = np.array(lengths)
         self.loss_tokens = self.lengths - 1
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def get(self, index: int) -> list[TokenSequence]:
         raise NotImplementedError
@@ -316,7 +315,7 @@ class TestRunLength:
     )
     def test_every_limit_becomes_steps(self, limits: dict[str, Any], steps: int | None, samples: int | None) -> None:
         plan = plan_schedule(Config(training=TrainingConfig(**limits)), fixed_data([10] * 10, 3), Progress())
-        assert (plan.steps, plan.samples) == (steps, samples)
+        assert (plan.total_steps, plan.total_samples) == (steps, samples)
 
     @pytest.mark.parametrize("mixture", [{}, {"sizes": [3, 4], "weights": [3.0, 1.0]}], ids=["one source", "weighted"])
     @pytest.mark.parametrize("shuffle", [True, False])
@@ -329,7 +328,7 @@ class TestRunLength:
         data = fixed_data([1, 2, 3, 5, 8, 13, 21], 1, **mixture)
         total = np.cumsum(data.train.lengths[data.sampler(5, shuffle).take(100)])
         config = Config(data=DataConfig(shuffle=shuffle), training=TrainingConfig(max_tokens=tokens, seed=5))
-        assert plan_schedule(config, data, Progress()).steps == 1 + int(np.argmax(total >= tokens))
+        assert plan_schedule(config, data, Progress()).total_steps == 1 + int(np.argmax(total >= tokens))
 
     @pytest.mark.parametrize(
         ("validation", "saving", "at_end", "counts"),
@@ -405,7 +404,7 @@ class TestCheckpointing:
         self, model: Model, optimizer: torch.optim.Optimizer, checkpoint: Path
     ) -> None:
         expected = torch.randn(5)
-        manifest.verify(checkpoint)
+        manifest.verify_checkpoint(checkpoint)
         restored = load_model(checkpoint, CPU)
         restored_optimizer = optimizer_for(restored)
         restore_optimizer(checkpoint, restored_optimizer, restored)
@@ -433,7 +432,7 @@ class TestCheckpointing:
         content[-len(content) // 3] ^= 4
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{name}: damaged"):
-            manifest.verify(checkpoint)
+            manifest.verify_checkpoint(checkpoint)
 
     @pytest.mark.parametrize(
         "content",
@@ -444,7 +443,7 @@ class TestCheckpointing:
             (folder / "file").write_text("x")
         (tmp_path / "step-00000001/manifest.json").write_text(content)
         with pytest.raises(CheckpointError, match="damaged|format"):
-            manifest.verify(tmp_path / "step-00000001")
+            manifest.verify_checkpoint(tmp_path / "step-00000001")
 
     def test_an_error_while_writing_leaves_nothing(self, tmp_path: Path) -> None:
         def fail(folder: Path) -> None:
@@ -464,13 +463,13 @@ class TestCheckpointing:
         # Killed between the two renames: the old one has its hidden name.
         final.rename(tmp_path / ".step-00000001.replaced")
         (tmp_path / ".step-00000002.partial").mkdir()
-        manifest.clean_up(tmp_path)
+        atomic.clean_up(tmp_path, "step-*")
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-        manifest.verify(final)
+        manifest.verify_checkpoint(final)
 
     def test_remove_old_keeps_the_newest_and_the_best(self, tmp_path: Path) -> None:
         for step in range(1, 6):
-            with manifest.commit_folder(tmp_path / manifest.folder_name(step)) as folder:
+            with manifest.commit_folder(tmp_path / manifest.checkpoint_name(step)) as folder:
                 (folder / "file").write_text(str(step))
         mark_best(tmp_path, 2, 0.5)
         assert prune_checkpoints(tmp_path, keep_last=2) == [1, 3]

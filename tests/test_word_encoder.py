@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 import selection
 from torchstone.data import word_encoder as module
-from torchstone.data.word_encoder import CL100K, GPT2, O200K, QWEN2, STABLE_CHARACTERS, WordEncoder, word_encoder
+from torchstone.data.word_encoder import CL100K, GPT2, O200K, QWEN2, STABLE_CHARACTERS, WordEncoder, build_word_encoder
 from torchstone.demo.corpus import corpus_rows
 
 TEXTS = [row["text"] for row in corpus_rows(200)]
@@ -48,7 +48,7 @@ def train_bpe(pattern: str | None, normalizer: Any = None) -> Tokenizer:
 
 
 def make_encoder(backend: Tokenizer) -> WordEncoder:
-    encoder = word_encoder(backend)
+    encoder = build_word_encoder(backend)
     assert encoder is not None
     return encoder
 
@@ -118,7 +118,7 @@ def test_other_tokenizers_are_not_supported() -> None:
         incomplete.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         incomplete.train_from_iterator(["hello quick fox"], trainers.BpeTrainer(vocab_size=60, show_progress=False))
         others.append(incomplete)
-    assert [word_encoder(backend) for backend in others] == [None] * len(others)
+    assert [build_word_encoder(backend) for backend in others] == [None] * len(others)
 
 
 def test_nfc_normalization_is_supported() -> None:

@@ -38,3 +38,9 @@ def make_llama(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any)
 def write_rows(path: Path, rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def flags(overrides: dict[str, Any]) -> list[str]:
+    """Overrides as command-line arguments."""
+    keys = [f"--{key}={value}" for key, value in overrides.items() if key != "output_dir"]
+    return [*keys, f"--output-dir={overrides['output_dir']}"]

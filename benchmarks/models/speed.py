@@ -23,7 +23,7 @@ from torchstone.config.schema import OptimConfig
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.families import new_hf_config
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import build_new_model
@@ -40,11 +40,11 @@ LLAMA_1B = {
 @dataclass(frozen=True)
 class Arm:
     packed: bool
-    execution: Execution
+    execution: ExecutionOptions
 
 
 def arm(packed: bool = False, **execution: object) -> Arm:
-    return Arm(packed, Execution(packed=packed, **execution))  # type: ignore[arg-type]
+    return Arm(packed, ExecutionOptions(packed=packed, **execution))  # type: ignore[arg-type]
 
 
 ARMS = {

@@ -29,10 +29,10 @@ from speed import LEARNING_RATE, LLAMA_1B, MAX_GRAD_NORM, step_batch, train_step
 
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.families import new_hf_config
 from torchstone.optim.build import build_optimizer
-from torchstone.optim.clip import clip_gradients
+from torchstone.optim.clip import clip_grads_with_norm_
 from torchstone.parallel.build import ShardedModelBuilder, build_new_model, build_runner
 from torchstone.parallel.mesh import ParallelContext, init_distributed
 from torchstone.parallel.runner import Runner
@@ -53,7 +53,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     hf_config = new_hf_config("llama", **(LLAMA_1B | {"depth": options.depth, "vocab_size": options.vocabulary}))
-    execution = Execution(compile=options.compile)
+    execution = ExecutionOptions(compile=options.compile)
     batches = [step_batch(np.random.default_rng(number), False, options) for number in range(4)]
     with init_distributed(ParallelConfig(), device, mixed_precision=True) as ctx:
         steps = {
@@ -87,7 +87,7 @@ def run_in_turn(
     }
 
 
-def fsdp2_step(hf_config: HfConfig, ctx: ParallelContext, device: torch.device, execution: Execution) -> Step:
+def fsdp2_step(hf_config: HfConfig, ctx: ParallelContext, device: torch.device, execution: ExecutionOptions) -> Step:
     builder = ShardedModelBuilder(ctx, ParallelConfig(), "bf16", device)
     model = build_new_model(hf_config, 0.02, 0, device, torch.bfloat16, execution, builder)
     runner = build_runner(model, builder, packed=False)
@@ -95,7 +95,7 @@ def fsdp2_step(hf_config: HfConfig, ctx: ParallelContext, device: torch.device, 
     return lambda batch, number: train_step(runner, optimizer, batch, number).loss
 
 
-def by_hand_step(hf_config: HfConfig, device: torch.device, execution: Execution) -> Step:
+def by_hand_step(hf_config: HfConfig, device: torch.device, execution: ExecutionOptions) -> Step:
     model = build_new_model(hf_config, 0.02, 0, device, torch.float32)
     bf16_model = build_new_model(hf_config, 0.02, 0, device, torch.bfloat16, execution)
     masters = dict(model.named_parameters())
@@ -110,7 +110,7 @@ def by_hand_step(hf_config: HfConfig, device: torch.device, execution: Execution
         result = compute_gradients(runner, batch, number)
         for name, parameter in bf16_model.named_parameters():
             masters[name].grad = parameter.grad.float()
-        clip_gradients(masters.values(), result.grad_norm, MAX_GRAD_NORM)
+        clip_grads_with_norm_(masters.values(), result.grad_norm, MAX_GRAD_NORM)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE
         optimizer.step()

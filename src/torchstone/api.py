@@ -3,7 +3,8 @@
 import torchstone
 result = torchstone.train("run.yaml", {"training.max_steps": 100})
 
-The functions without `_validated` take a path, a preset and overrides, or a `Config`, and validate it once.
+`train`, `prepare` and `inspect_data` take a path, a preset and overrides, or a `Config`, and validate it once. Those
+with `_with_config` take a validated `Config`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import is_model_folder, resolve_model_folder
 from torchstone.checkpoint.model_folder import NotNativeError, check_model_folder, load_model, read_model_config
 from torchstone.config.load import from_dict, load_config, to_dict
-from torchstone.config.schema import Config, Device, Dtype, Job, ParallelConfig, SystemConfig
+from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig
 from torchstone.data.inspect import inspect_sources
 from torchstone.data.loader import open_sources, tokenize_source
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
@@ -31,14 +32,14 @@ from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenize
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
 from torchstone.diagnose import collectives
-from torchstone.models.execution import Execution, check_fallback_execution
-from torchstone.models.sizing import sized_decoder_config
+from torchstone.models.execution import ExecutionOptions, check_fallback_execution
+from torchstone.models.sizing import build_sized_decoder_config
 from torchstone.observe.console import Console
 from torchstone.parallel.build import stage_layer_ranges
 from torchstone.parallel.mesh import init_distributed, is_distributed, resolve_dims, translate_comm_errors
 from torchstone.training import run_folder
 from torchstone.training.checks import translate_out_of_memory
-from torchstone.training.evaluate import Question, answer, evaluate_file
+from torchstone.training.evaluate import Question, evaluate_file, generate_answers
 from torchstone.training.loop import Callback, Run, TrainResult, train_loop
 from torchstone.training.setup import (
     build_run,
@@ -61,23 +62,23 @@ def train(
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
     """Trains to the end of the run; calling it again resumes a run that was stopped."""
-    return train_validated(_validated(config, overrides, preset), callbacks)
+    return train_with_config(_load_and_validate(config, overrides, preset), callbacks)
 
 
-def train_validated(config: Config, callbacks: Sequence[Callback] = ()) -> TrainResult:
+def train_with_config(config: Config, callbacks: Sequence[Callback] = ()) -> TrainResult:
     with handle_stop_signals(), translate_comm_errors():
-        if is_distributed() and not heartbeat.is_attached() and not dist.is_initialized():
+        if is_distributed() and not heartbeat.has_launcher() and not dist.is_initialized():
             # torchrun or srun started the ranks, so no launcher has prepared the data. One process per host does it
             # now, so that no process group waits during tokenization.
             heartbeat.report_phase("preparing the data")
-            prepare_validated(config)
+            prepare_with_config(config)
         return _train(config, callbacks)
 
 
 def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
     device, system = select_device(config.system), config.system
     # The launcher names a rank that hangs, so it must notice before the process group times out.
-    timeout = timedelta(seconds=system.hang_timeout * (2 if heartbeat.is_attached() else 1))
+    timeout = timedelta(seconds=system.hang_timeout * (2 if heartbeat.has_launcher() else 1))
     join_timeout = timedelta(seconds=system.join_timeout)
     heartbeat.report_phase("joining the other ranks")
     with ExitStack() as stack:
@@ -90,7 +91,9 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         if ctx.is_main:
             run_folder.save_config(config, run.progress.step > 0, console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
-            console.info(f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.schedule.steps}")
+            console.info(
+                f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.schedule.total_steps}"
+            )
             return TrainResult(run.progress.step, run.checkpoint, None, None, None)
         for line in _describe_run(run):
             console.info(line)
@@ -108,12 +111,12 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
     dims = resolve_dims(config.parallel, world_size)
     if config.model.path is None:
         # Neither vocabulary nor context length matters for this check.
-        decoder_config = sized_decoder_config(config.model, vocab_size=8, context_length=8)
+        decoder_config = build_sized_decoder_config(config.model, vocab_size=8, context_length=8)
     elif is_model_folder(Path(config.model.path)):
         try:
             _, _, decoder_config = read_model_config(Path(config.model.path))
         except NotNativeError:
-            check_fallback_execution(Execution(tp=dims.tp, pp=dims.pp))
+            check_fallback_execution(ExecutionOptions(tp=dims.tp, pp=dims.pp))
             return
     else:
         # A run: its checkpoint is chosen and checked later.
@@ -125,10 +128,10 @@ def prepare(
     config: Config | str | Path | None = None, overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> dict[str, Any]:
     """Tokenizes the data of a run into the cache, and returns its counts."""
-    return prepare_validated(_validated(config, overrides, preset, "data"))
+    return prepare_with_config(_load_and_validate(config, overrides, preset, "data"))
 
 
-def prepare_validated(config: Config) -> dict[str, Any]:
+def prepare_with_config(config: Config) -> dict[str, Any]:
     data = open_data(config, _load_tokenizer(config), Console(config.observe.console))
     return {
         "fingerprint": data.fingerprint,
@@ -153,10 +156,10 @@ def inspect_data(
 ) -> dict[str, Any]:
     """Returns a report on the data of a run: counts, lengths, what is dropped and why, and `rows` rows per source,
     split into text with and without loss. Bad rows are counted, not an error."""
-    return inspect_data_validated(_validated(config, overrides, preset, "data"), rows, tokens)
+    return inspect_data_with_config(_load_and_validate(config, overrides, preset, "data"), rows, tokens)
 
 
-def inspect_data_validated(config: Config, rows: int = 5, tokens: int | None = 400) -> dict[str, Any]:
+def inspect_data_with_config(config: Config, rows: int = 5, tokens: int | None = 400) -> dict[str, Any]:
     console, tokenizer, data = Console(config.observe.console), _load_tokenizer(config), config.data
     names = [data_file(name, Path(data.cache_dir)) for name in data.path or ()]
     caches = [
@@ -211,7 +214,7 @@ def evaluate(
     console = Console("quiet" if quiet else "lines")
     torch_device = select_device(SystemConfig(device=device))
     folder = resolve_model_folder(source)
-    execution = Execution(packed=True, trust_remote_code=trust_remote_code)
+    execution = ExecutionOptions(packed=True, trust_remote_code=trust_remote_code)
     check_model_folder(folder, torch_device, torch.float32, execution)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     path = data_file(data, Path(cache_dir))
@@ -274,7 +277,7 @@ class Chat:
         self, source: str, max_new_tokens: int = 256, device: Device = "auto", trust_remote_code: bool = False
     ) -> None:
         folder = resolve_model_folder(source)
-        execution = Execution(trust_remote_code=trust_remote_code)
+        execution = ExecutionOptions(trust_remote_code=trust_remote_code)
         torch_device = select_device(SystemConfig(device=device))
         check_model_folder(folder, torch_device, torch.float32, execution)
         self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -285,7 +288,7 @@ class Chat:
 
     def ask(self, question: str) -> str:
         self.messages.append({"role": "user", "content": question})
-        (text,) = answer(self.model, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
+        (text,) = generate_answers(self.model, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
         self.messages.append({"role": "assistant", "content": text})
         return text
 
@@ -299,20 +302,27 @@ def _load_tokenizer(config: Config) -> Tokenizer:
     return load_tokenizer(path, config.data.chat_template, config.model.trust_remote_code)
 
 
-def _validated(
-    config: Config | str | Path | None, overrides: Mapping[str, Any] | None, preset: str | None, job: Job = "train"
+def _load_and_validate(
+    config: Config | str | Path | None,
+    overrides: Mapping[str, Any] | None,
+    preset: str | None,
+    purpose: Purpose = "train",
 ) -> Config:
     if isinstance(config, Config):
         if overrides or preset:
             raise ValueError("overrides and presets apply to a config file, not to a Config")
         # A Config built in Python is neither converted nor validated yet.
-        return from_dict(to_dict(config), job)
-    return load_config(config, preset, overrides or {}, job)
+        return from_dict(to_dict(config), purpose)
+    return load_config(config, preset, overrides or {}, purpose)
 
 
 def _describe_run(run: Run) -> list[str]:
-    sizes, steps, dims = run.data.batch_sizes, run.schedule.steps, run.ctx.dims
-    micro_batch = f"{sizes.rows} rows" if sizes.tokens is None else f"up to {sizes.tokens} tokens"
+    sizes, steps, dims = run.data.batch_sizes, run.schedule.total_steps, run.ctx.dims
+    micro_batch = (
+        f"{sizes.micro_batch_rows} rows"
+        if sizes.micro_batch_tokens is None
+        else f"up to {sizes.micro_batch_tokens} tokens"
+    )
     epochs, mixture, processes = "", list[str](), ""
     if dims.world_size > 1:
         processes = f" ({dims.world_size} processes: {dims}, zero {run.config.parallel.zero})"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 
 def fsync(path: Path) -> None:
@@ -27,6 +29,15 @@ def write_text(path: Path, text: str) -> None:
     fsync(temporary)
     temporary.replace(path)
     fsync(path.parent)
+
+
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. A missing or damaged file counts as empty."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 @contextmanager

@@ -24,8 +24,15 @@ from cyclopts import App, CycloptsError, Parameter, validators
 from torchstone import __version__, heartbeat
 from torchstone.atomic import write_text
 from torchstone.config.help import config_table
-from torchstone.config.load import Layers, extract_config_flags, key_with_name, read_layers, resolve, to_dict
-from torchstone.config.schema import Config, Device, Dtype, Job, SystemConfig
+from torchstone.config.load import (
+    ConfigLayers,
+    extract_config_flags,
+    key_with_name,
+    read_config_layers,
+    resolve,
+    to_dict,
+)
+from torchstone.config.schema import Config, Device, Dtype, Purpose, SystemConfig
 from torchstone.errors import NumericalError, TorchstoneError, UsageError
 from torchstone.launch import kubernetes, slurm
 from torchstone.launch.kubernetes import KubernetesJob
@@ -36,25 +43,25 @@ from torchstone.training.stop import handle_stop_signals
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-NaturalInt = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Switch = Annotated[bool, Parameter(negative="")]
 LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
 COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "launch")
 KEYS_HELP = "Every config key is a flag: --section.key VALUE. torchstone train --help-keys lists them."
 # Builds the config from its layers; the code in scripts/ passes its own resolver.
-Resolver = Callable[[Layers, Job], Config]
+Resolver = Callable[[ConfigLayers, Purpose], Config]
 
 
 def program() -> None:
     """The `torchstone` process."""
-    main(exits_after=True)
+    main(ignore_signals_after=True)
 
 
-def main(args: list[str] | None = None, resolver: Resolver = resolve, exits_after: bool = False) -> None:
+def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_signals_after: bool = False) -> None:
     """Runs a command (by default the process's arguments), and exits with the code of an error.
 
-    With `exits_after` the process exits after the command, so a late signal does not change its exit code.
+    With `ignore_signals_after` a signal that comes after the command does not change the exit code.
     """
     args = sys.argv[1:] if args is None else args
     for stream in (sys.stdout, sys.stderr):
@@ -67,7 +74,7 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, exits_afte
         flags: list[tuple[str, str]] = []
         if args[:1] and args[0] in COMMANDS_WITH_KEYS:
             flags, args = extract_config_flags(args)
-        build_app(Commands(flags, resolver, exits_after))(args, exit_on_error=False, print_error=False)
+        build_app(Commands(flags, resolver, ignore_signals_after))(args, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         _fail(UsageError(str(error).strip(), _usage_hint(args)))
     except TorchstoneError as error:
@@ -132,7 +139,7 @@ class Commands:
 
     config_flags: list[tuple[str, str]]
     resolver: Resolver
-    exits_after: bool
+    ignore_signals_after: bool
 
     def train(
         self,
@@ -144,7 +151,7 @@ class Commands:
         output_dir: str | None = None,
         max_steps: str | None = None,
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
-        max_restarts: NaturalInt | None = None,
+        max_restarts: NonNegativeInt | None = None,
         print_config: bool = False,
         help_keys: Switch = False,
     ) -> None:
@@ -173,13 +180,13 @@ class Commands:
         if plan is not None:
             self._launch(resolved, plan)
             return
-        if heartbeat.is_attached():
+        if heartbeat.has_launcher():
             heartbeat.redirect_output(heartbeat.log_file(_log_folder(resolved), int(os.environ["RANK"])))
-        with handle_stop_signals(exits_after=self.exits_after):
+        with handle_stop_signals(ignore_signals_after=self.ignore_signals_after):
             heartbeat.report_phase("importing torch")
             from torchstone import api
 
-            result = api.train_validated(resolved)
+            result = api.train_with_config(resolved)
         if result.checkpoint is not None and os.environ.get("RANK", "0") == "0":
             heartbeat.print_line(f"done: step {result.step}, {result.checkpoint}")
         if _is_worker():
@@ -204,12 +211,12 @@ class Commands:
             processes: First check that the parallel sizes fit this many processes and the model.
             as_json: Print the result as JSON.
         """
-        resolved = self._resolve(config, preset, job="data" if processes is None else "train")
+        resolved = self._resolve(config, preset, purpose="data" if processes is None else "train")
         from torchstone import api
 
         if processes is not None:
             api.check_parallel_dims(resolved, processes)
-        _print_result(api.prepare_validated(resolved), as_json)
+        _print_result(api.prepare_with_config(resolved), as_json)
 
     def inspect_data(
         self,
@@ -217,7 +224,7 @@ class Commands:
         /,
         *,
         preset: str | None = None,
-        rows: NaturalInt = 5,
+        rows: NonNegativeInt = 5,
         tokens: PositiveInt = 400,
         html: Path | None = None,
         as_json: JsonFlag = False,
@@ -232,11 +239,11 @@ class Commands:
             html: Write an HTML page to this file instead.
             as_json: Print unrounded JSON only.
         """
-        resolved = self._resolve(config, preset, job="data")
+        resolved = self._resolve(config, preset, purpose="data")
         from torchstone import api
         from torchstone.data.inspect import html_page, print_report
 
-        report = api.inspect_data_validated(resolved, rows, tokens)
+        report = api.inspect_data_with_config(resolved, rows, tokens)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
             sys.stderr.write(f"wrote {html}\n")
@@ -335,7 +342,7 @@ class Commands:
         if plan is not None:
             args = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
             command = [sys.executable, "-m", "torchstone.cli", *args]
-            sys.exit(run_workers(plan, command, exits_after=self.exits_after))
+            sys.exit(run_workers(plan, command, ignore_signals_after=self.ignore_signals_after))
         from torchstone import api
 
         result = api.doctor(device, limit, quiet=as_json)
@@ -351,7 +358,7 @@ class Commands:
         /,
         *,
         data: str,
-        questions: NaturalInt | None = None,
+        questions: NonNegativeInt | None = None,
         context_length: PositiveInt | None = None,
         device: Device = "auto",
         cache_dir: str = "cache/datasets",
@@ -453,12 +460,12 @@ class Commands:
         preset: str | None = None,
         output_dir: str | None = None,
         max_steps: str | None = None,
-        job: Job = "train",
+        purpose: Purpose = "train",
     ) -> Config:
         overrides: list[tuple[str, Any]] = list(self.config_flags)
         overrides += [("output_dir", output_dir)] if output_dir is not None else []
         overrides += [("max_steps", max_steps)] if max_steps is not None else []
-        return self.resolver(read_layers(config, preset, overrides), job)
+        return self.resolver(read_config_layers(config, preset, overrides), purpose)
 
     def _launch(self, config: Config, plan: LaunchPlan) -> None:
         """Runs this command in several processes, after one process has checked the layout and tokenized the data."""
@@ -474,7 +481,7 @@ class Commands:
             logs.mkdir(parents=True, exist_ok=True)
             write_text(logs / "config.json", text)
             worker_command = [*command, "train", str(logs / "config.json")]
-            code = run_workers(plan, worker_command, logs, exits_after=self.exits_after)
+            code = run_workers(plan, worker_command, logs, ignore_signals_after=self.ignore_signals_after)
         if code:
             sys.exit(code)
 
@@ -535,7 +542,7 @@ def _log_folder(config: Config) -> Path:
 
 def _fail(error: TorchstoneError) -> None:
     rank = os.environ.get("RANK", "0")
-    if not heartbeat.is_attached() or heartbeat.terminal() is not None:
+    if not heartbeat.has_launcher() or heartbeat.terminal() is not None:
         # A launched worker without a log does not print: its launcher does.
         heartbeat.write_to_terminal(sys.stderr, f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
     heartbeat.write_error(error, str(error), error.exit_code)
@@ -561,7 +568,7 @@ def _exit(code: int) -> None:
 
 
 def _is_worker() -> bool:
-    return heartbeat.is_attached() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return heartbeat.has_launcher() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ INTERVAL = 0.5
 
 # alive_at, progress_at, step, is_waiting, length of the phase; the phase follows.
 _HEADER = struct.Struct("<ddq?i")
-_IS_WAITING = struct.calcsize("<ddq")
+_IS_WAITING_OFFSET = struct.calcsize("<ddq")
 _SIZE = 512
 
 
@@ -57,8 +57,8 @@ class Heartbeat:
     phase: str
 
 
-class _Process:
-    """The state of this process."""
+class _WorkerState:
+    """What this process reports, and where."""
 
     def __init__(self) -> None:
         self.phase = "starting"
@@ -68,7 +68,7 @@ class _Process:
         self.file: mmap.mmap | None = None
 
 
-_process = _Process()
+_state = _WorkerState()
 
 
 def attach() -> None:
@@ -77,43 +77,43 @@ def attach() -> None:
     if folder is None or rank is None or not _heartbeat_file(Path(folder), int(rank)).is_file():
         return
     with _heartbeat_file(Path(folder), int(rank)).open("r+b") as file:
-        _process.file = mmap.mmap(file.fileno(), _SIZE)
-    _process.error_file = os.environ.pop(ERROR_VARIABLE, None)
-    report_phase(_process.phase)
-    threading.Thread(target=_beat, args=(_process.file, os.getppid()), daemon=True, name="heartbeat").start()
+        _state.file = mmap.mmap(file.fileno(), _SIZE)
+    _state.error_file = os.environ.pop(ERROR_VARIABLE, None)
+    report_phase(_state.phase)
+    threading.Thread(target=_beat, args=(_state.file, os.getppid()), daemon=True, name="heartbeat").start()
 
 
-def is_attached() -> bool:
+def has_launcher() -> bool:
     """Whether a launcher of this package watches this process."""
-    return _process.file is not None
+    return _state.file is not None
 
 
 def current_phase() -> str:
-    return _process.phase
+    return _state.phase
 
 
 def report_phase(phase: str, step: int = 0) -> None:
     """Records what this process does from now on. A nonzero `step` becomes the current step."""
-    _process.phase, _process.step = phase, step or _process.step
-    if _process.file is not None:
+    _state.phase, _state.step = phase, step or _state.step
+    if _state.file is not None:
         text = phase.encode()[: _SIZE - _HEADER.size]
         now = time.monotonic()
         # One copy: pack_into would first fill the map with zeros, which the launcher could read.
-        data = _HEADER.pack(now, now, _process.step, False, len(text)) + text
-        _process.file[: len(data)] = data
+        data = _HEADER.pack(now, now, _state.step, False, len(text)) + text
+        _state.file[: len(data)] = data
 
 
 @contextmanager
 def waiting_for_ranks() -> Iterator[None]:
     """Marks this process as waiting for other ranks, so that the launcher does not blame it for a hang."""
-    if _process.file is None:
+    if _state.file is None:
         yield
         return
-    _process.file[_IS_WAITING] = 1
+    _state.file[_IS_WAITING_OFFSET] = 1
     try:
         yield
     finally:
-        _process.file[_IS_WAITING] = 0
+        _state.file[_IS_WAITING_OFFSET] = 0
 
 
 def redirect_output(path: Path) -> None:
@@ -121,7 +121,7 @@ def redirect_output(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    _process.terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    _state.terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     with path.open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -132,12 +132,12 @@ def redirect_output(path: Path) -> None:
 
 def terminal() -> TextIO | None:
     """The launcher's terminal; None if the output of this process is not redirected."""
-    return _process.terminal
+    return _state.terminal
 
 
 def print_line(text: str) -> None:
     """Writes a line for the user. A closed terminal is not an error."""
-    write_to_terminal(_process.terminal or sys.stderr, f"{text}\n")
+    write_to_terminal(_state.terminal or sys.stderr, f"{text}\n")
 
 
 def write_to_terminal(stream: TextIO, text: str) -> None:
@@ -160,7 +160,7 @@ def discard_output(stream: TextIO) -> None:
 
 def write_error(error: BaseException, message: str, exit_code: int) -> None:
     """Writes the error to a file for the launcher, in torchrun's format."""
-    path = _process.error_file or os.environ.get(ERROR_VARIABLE)
+    path = _state.error_file or os.environ.get(ERROR_VARIABLE)
     if not path:
         return
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}

@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 import processes
+from exact_runs import exact_metrics
 from selection import the_rest
-from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
 
 INJECT = Path(__file__).parent / "inject"
@@ -31,7 +31,6 @@ HANG_TIMEOUT = 10
 # Seconds from a fault to the end of the launch. An idle machine needs a few; without the launcher, workers would wait
 # half an hour for a failed rank.
 LIMIT = 60
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples", "val_loss")
 
 
 @dataclass
@@ -94,10 +93,6 @@ def running_processes(marker: str) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return commands
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [{key: line.get(key) for key in EXACT} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 class TestFailures:
@@ -180,7 +175,7 @@ class TestRestarts:
         undisturbed = tmp_path / "undisturbed"
         values = json.loads((tmp_path / "run.json").read_text()) | {"output_dir": str(undisturbed)}
         launch_procs(processes.train, 2, values)
-        assert metrics(restarted.folder) == metrics(undisturbed)
+        assert exact_metrics(restarted.folder) == exact_metrics(undisturbed)
         names = [path.name for path in (undisturbed / "checkpoints/step-00000008").glob("*.safetensors")]
         assert len(names) >= 6, "weights, moments and random states of two ranks"
         for name in names:

@@ -14,20 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import processes
+from exact_runs import assert_same_run
 from selection import the_rest
 from torchstone.launch.nodes import SLURM_PORTS
-from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
 
 FOLDER = Path(__file__).parent
 PROGRAM = [sys.executable, "-m", "torchstone.cli"]
-# Fields of a metrics line that do not depend on the clock.
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens")
 STEPS = 9
 LIMIT = 240.0
 
@@ -71,7 +68,7 @@ def test_with_a_task_per_rank_one_rank_prepares_the_data_and_the_run_equals_one_
     # The first line with the name of a rank comes after the process group has formed.
     assert len(tokenizing) == 1
     assert tokenizing[0] < training[0]
-    assert_same_run(tmp_path / "run", reference)
+    assert_same_run(tmp_path / "run", reference, STEPS)
     assert f"Step [{STEPS}/{STEPS}]" in (tmp_path / "run/logs/rank-1.log").read_text()
 
 
@@ -103,7 +100,7 @@ def test_the_slurm_script_saves_requeues_itself_and_continues_exactly(
     assert code == 0, output
     assert "step-00000005 (step 5, " in output
     assert (tmp_path / "requeued").read_text().count("\n") == 1
-    assert_same_run(tmp_path / "run", reference)
+    assert_same_run(tmp_path / "run", reference, STEPS)
 
 
 def test_signals_until_the_very_end_do_not_change_the_exit_code_of_a_launcher(tmp_path: Path) -> None:
@@ -114,12 +111,15 @@ signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("asked").touch())
 pathlib.Path("ready").touch()
 while not pathlib.Path("asked").exists():
     time.sleep(0.01)
+# As our workers do: when Python exits, it restores the default action, and the next SIGTERM would kill it.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.exit(75)
 """
     script = (
         "import sys; from torchstone.launch.local import run_workers\nfrom torchstone.launch.plan import LaunchPlan\n"
     )
-    script += f"sys.exit(run_workers(LaunchPlan(1), [sys.executable, '-S', '-E', '-c', {worker!r}], exits_after=True))"
+    script += f"command = [sys.executable, '-S', '-E', '-c', {worker!r}]\n"
+    script += "sys.exit(run_workers(LaunchPlan(1), command, ignore_signals_after=True))"
     launcher = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment())
     end = time.monotonic() + LIMIT
     while launcher.poll() is None and time.monotonic() < end:
@@ -156,20 +156,3 @@ def free_job() -> int:
                 continue
             return job
     raise AssertionError("all ports are in use")
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [{key: line.get(key) for key in EXACT} for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def state(folder: Path) -> dict[str, bytes]:
-    """The weights, moments and random states of every rank."""
-    files = sorted((folder / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"))
-    assert len(files) == 6
-    return {file.name: file.read_bytes() for file in files}
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert [line["step"] for line in metrics(a)] == list(range(1, STEPS + 1))
-    assert metrics(a) == metrics(b)
-    assert state(a) == state(b)

@@ -22,13 +22,11 @@ import pytest
 
 import parity
 import processes
+from exact_runs import assert_same_run, exact_metrics
 from selection import the_rest
-from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
 
 INJECT = Path(__file__).parent / "inject"
-# Fields of a metrics line that do not depend on the clock.
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens")
 STEPS = 9
 ENDPOINT = "10.77.0.1:29400"
 # Seconds within which anything below ends on a busy machine.
@@ -177,9 +175,7 @@ def reference(network: Network, settings: Callable[..., Any]) -> Reference:
 
 
 def test_two_nodes_train_exactly_as_one_and_rank_0_is_on_node_0(reference: Reference, network: Network) -> None:
-    assert [line["step"] for line in metrics(reference.two)] == list(range(1, STEPS + 1))
-    assert metrics(reference.two) == metrics(reference.one)
-    assert state(reference.two) == state(reference.one)
+    assert_same_run(reference.two, reference.one, STEPS)
     first, second = (node.screen for node in reference.nodes)
     assert f"Step [{STEPS}/{STEPS}]" in first
     assert f"done: step {STEPS}" in first
@@ -218,7 +214,7 @@ def test_a_cut_cable_ends_both_nodes_and_the_same_commands_continue_exactly(
     nodes = network.start_both(args)
     assert [node.code() for node in nodes] == [0, 0], "".join(node.screen for node in nodes)
     assert "step-00000004 (step 4, " in nodes[0].screen
-    assert_same_run(tmp_path / "run", reference.two)
+    assert_same_run(tmp_path / "run", reference.two, STEPS)
 
 
 @the_rest
@@ -240,7 +236,7 @@ def test_a_killed_worker_restarts_both_nodes_and_a_signal_to_one_saves_on_both(
 
     nodes = network.start_both(args)
     assert [node.code() for node in nodes] == [0, 0], "".join(node.screen for node in nodes)
-    assert_same_run(tmp_path / "run", reference.two)
+    assert_same_run(tmp_path / "run", reference.two, STEPS)
 
 
 @the_rest
@@ -265,7 +261,7 @@ def test_a_node_that_comes_later_joins_at_a_saved_step(
 
     alone = json.loads(Path(args[0]).read_text()) | {"output_dir": str(tmp_path / "alone"), "observe.console": "quiet"}
     assert processes.run(processes.train, alone) == 0
-    actual, expected = metrics(tmp_path / "run"), metrics(tmp_path / "alone")
+    actual, expected = exact_metrics(tmp_path / "run"), exact_metrics(tmp_path / "alone")
     assert [line["step"] for line in actual] == list(range(1, 61))
     for a, b in zip(actual, expected, strict=True):
         assert parity.relative(a["loss"], b["loss"]) < parity.LONG_LOSS_LIMIT
@@ -293,21 +289,5 @@ def lines(folder: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [{key: line.get(key) for key in EXACT} for line in read_metrics(folder / "metrics.jsonl")]
-
-
 def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-
-
-def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:
-    """The weights, moments and random states of every rank."""
-    files = sorted((folder / f"checkpoints/step-{step:08d}").glob("*.safetensors"))
-    assert len(files) == 6
-    return {file.name: file.read_bytes() for file in files}
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert metrics(a) == metrics(b)
-    assert state(a) == state(b)

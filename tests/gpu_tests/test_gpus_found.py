@@ -13,7 +13,7 @@ def test_what_is_found_is_what_torch_sees() -> None:
     assert [gpu.name for gpu in devices] == [torch.cuda.get_device_name(number) for number in range(len(devices))]
     for number, gpu in enumerate(devices):
         assert gpu.uuid == f"GPU-{torch.cuda.get_device_properties(number).uuid}"
-        assert 0 <= gpu.utilisation <= 100
+        assert 0 <= gpu.utilization <= 100
         # The driver keeps some of it to itself.
         assert gpu.memory_used <= gpu.memory_total
         assert 0.9 < torch.cuda.get_device_properties(number).total_memory / gpu.memory_total <= 1

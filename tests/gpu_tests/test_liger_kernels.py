@@ -26,7 +26,7 @@ from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.decoder import RMSNorm
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.parallel.runner import Runner, micro_batch_loss
 
 Case = tuple[str, str]
@@ -39,7 +39,7 @@ LOGITS_LIMIT, GRADIENT_LIMIT, LOSS_LIMIT = 1e-5, 1e-4, 1e-6
 def load(folder: Path, *liger: str, dtype: torch.dtype = torch.float32, **execution: Any) -> Any:
     """Attention is eager on both sides: it does not use tensor cores, which round fp32."""
     settings = {"implementation": "native", "attention": "eager"} | execution
-    return load_model(folder, DEVICE, dtype, Execution(liger=liger, **settings))
+    return load_model(folder, DEVICE, dtype, ExecutionOptions(liger=liger, **settings))
 
 
 def make_batch(packed: bool, seed: int = 0, loss_share: float = 0.7) -> MicroBatch:

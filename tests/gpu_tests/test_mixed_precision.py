@@ -36,7 +36,7 @@ from torchstone.checkpoint.save import hf_state_dict
 from torchstone.config import load_config
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.observe.metrics import read_metrics
-from torchstone.parallel.shard import Precision, mixed_precision_policy
+from torchstone.parallel.fsdp import Precision, mixed_precision_policy
 from torchstone.training.loop import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]

@@ -29,7 +29,7 @@ from tiny_families import make_model
 from torchstone.checkpoint import model_folder
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import restore_optimizer
-from torchstone.checkpoint.manifest import verify
+from torchstone.checkpoint.manifest import verify_checkpoint
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_checkpoint
 from torchstone.checkpoint.shard_files import OPTIMIZER, WEIGHTS
@@ -177,7 +177,7 @@ def test_consolidate_custom_model_parallel_checkpoints(folder: Path, tmp_path: P
             train_and_save, ranks, source, reference_of(folder), root, parallel, fused, timeout=200
         )  # fmt: skip
         source = root / CHECKPOINT
-        verify(source)
+        verify_checkpoint(source)
         if ranks > 1:
             tensors = read_tensors(source, WEIGHTS) | read_tensors(source, OPTIMIZER)
             assert_shards_in([shard for rank_shards in shards for shard in rank_shards], tensors, str(parallel))
@@ -215,7 +215,7 @@ def test_a_checkpoint_without_one_ranks_file_is_refused(untrained: Path, tmp_pat
     folder, missing = tmp_path / CHECKPOINT, "weights-00003.safetensors"
     shutil.copytree(untrained, folder, ignore=shutil.ignore_patterns(missing))
     with pytest.raises(CheckpointError, match="weights-00003"):
-        verify(folder)
+        verify_checkpoint(folder)
     # The remaining shards do not cover the tensors, even if no manifest says which files there were.
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError):

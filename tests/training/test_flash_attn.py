@@ -24,12 +24,12 @@ from torchstone.models.attention import (
     AttentionMask,
     AttentionSpec,
     attend,
+    build_attn_mask,
     build_masks,
     choose_backend,
     load_kernel,
-    visibility_mask,
 )
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -73,7 +73,7 @@ def test_sdpa_and_eager_give_a_model_the_same_logits_and_gradients(
     positions[1] = torch.arange(30) * (doc_ids[1] == 0)
     results = []
     for backend in ("eager", "sdpa"):
-        model = load_model(folder, CPU, dtype, Execution(attention=backend)).module
+        model = load_model(folder, CPU, dtype, ExecutionOptions(attention=backend)).module
         logits = model(ids, positions, doc_ids)
         logits.float().square().mean().backward()
         results.append([logits, *(parameter.grad for parameter in model.parameters())])
@@ -94,9 +94,9 @@ def test_a_document_does_not_depend_on_its_neighbours_in_the_row() -> None:
 
 def test_a_row_of_one_document_needs_no_mask() -> None:
     positions = torch.zeros(2, 8, dtype=torch.long)
-    assert build_masks({("sdpa", None)}, None, positions, None)["sdpa", None].dense is None
-    assert build_masks({("sdpa", 8)}, None, positions, None)["sdpa", 8].dense is None
-    mask = build_masks({("sdpa", 3)}, None, positions, None)["sdpa", 3].dense
+    assert build_masks({("sdpa", None)}, None, positions, None)["sdpa", None].attn_mask is None
+    assert build_masks({("sdpa", 8)}, None, positions, None)["sdpa", 8].attn_mask is None
+    mask = build_masks({("sdpa", 3)}, None, positions, None)["sdpa", 3].attn_mask
     assert mask is not None
     assert mask[0, 0].int().tolist()[5] == [0, 0, 0, 1, 1, 1, 0, 0]
 
@@ -104,8 +104,8 @@ def test_a_row_of_one_document_needs_no_mask() -> None:
 def test_new_tokens_see_the_cache_within_their_window() -> None:
     keys = torch.tensor([[-1, -1, 0, 0, 0, 0, 0]])
     queries = keys[:, -2:]
-    assert visibility_mask(queries, keys, None)[0, 0].int().tolist() == [[0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1]]
-    assert visibility_mask(queries, keys, 3)[0, 0].int().tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1]]
+    assert build_attn_mask(queries, keys, None)[0, 0].int().tolist() == [[0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1]]
+    assert build_attn_mask(queries, keys, 3)[0, 0].int().tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1]]
 
 
 def varlen_mask(doc_ids: Tensor | None, positions: Tensor) -> AttentionMask:

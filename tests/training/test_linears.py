@@ -1,6 +1,6 @@
 """Sharded modules against the same modules in one process: outputs and every gradient.
 
-The parallel styles come from `tp_plan` in parallel/tensor.py, and are applied to a bare nn.Linear, RMSNorm or
+The parallel styles come from `tp_plan` in parallel/tensor_parallel.py, and are applied to a bare nn.Linear, RMSNorm or
 nn.Embedding. The ranks' shards are gathered and compared with the plain module on the full input. Gradients matter
 most: a partial gradient that is never summed does not show in a forward pass.
 
@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, para
 from selection import the_rest
 from torchstone.loss.cross_entropy import IGNORE_INDEX, token_loss_sum
 from torchstone.models.decoder import Decoder, DecoderConfig, LayerSpec, RMSNorm
-from torchstone.parallel.shard import apply_fsdp
-from torchstone.parallel.tensor import SEQUENCE_DIM, RedistributeInput, tp_plan
+from torchstone.parallel.fsdp import apply_fsdp
+from torchstone.parallel.tensor_parallel import SEQUENCE_DIM, tp_plan
 from torchstone.testing import DistributedTest
 
 FP32_LIMIT = 1e-6
@@ -196,7 +196,7 @@ class TestParallelLinears(DistributedTest):
         for residual, bias, dtype, case in cases():
             module, plan = random_linear(WIDTH, HEAD_DIM, bias, dtype), styles(self.size, residual, kv_heads=1)
             x, gradient = random_tensors(dtype, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, HEAD_DIM))
-            block = parallelize(module.to(dtype), mesh, plan["attention.wk"], plan["attention"])
+            block = parallelize(module.to(dtype), mesh, plan["attention.wk"], plan["mlp"])
             assert block.inner.weight.to_local().shape == (HEAD_DIM, WIDTH)
             local_x = shard(x.to(dtype), mesh, residual).requires_grad_()
             output = block(local_x)
@@ -272,17 +272,6 @@ class TestParallelLinears(DistributedTest):
             assert distance(gradients[0], plain_x.grad) <= FP32_LIMIT, case
             assert distance(gradients[1], module.weight.grad) <= FP32_LIMIT, case
 
-    def test_a_redistributed_input_is_gathered_and_its_gradient_is_summed_and_scattered(self) -> None:
-        mesh, (x, gradient) = self.mesh(), random_tensors(torch.float32, (ROWS, TOKENS, WIDTH), (ROWS, TOKENS, WIDTH))
-        block = parallelize_module(Block(nn.Identity()), mesh, RedistributeInput(Shard(SEQUENCE_DIM), Replicate()))
-        local_x = shard(x, mesh, Shard(SEQUENCE_DIM)).requires_grad_()
-        output = block(local_x)
-        assert output.placements == (Replicate(),)
-        assert torch.equal(output.to_local(), x)
-        output.to_local(grad_placements=[Partial()]).backward((self.rank + 1) * gradient)
-        factor = sum(range(1, self.size + 1))
-        assert distance(gather(local_x.grad, mesh, Shard(SEQUENCE_DIM)), factor * gradient) <= FP32_LIMIT
-
 
 @the_rest
 class TestParallelLinearsOnFourRanks(TestParallelLinears):
@@ -292,7 +281,7 @@ class TestParallelLinearsOnFourRanks(TestParallelLinears):
 class TestMixedPrecisionLinears(DistributedTest):
     """bf16 weights with fp32 inputs, by FSDP2's MixedPrecisionPolicy: fp32 parameters are gathered as bf16, and
     `cast_forward_inputs` rounds the input. The result must equal nn.Linear in bf16 on the rounded input. The policy of
-    parallel/shard.py differs only in the inputs, which the decoder casts."""
+    parallel/fsdp.py differs only in the inputs, which the decoder casts."""
 
     world_size = 4
 

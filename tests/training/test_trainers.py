@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 import parity
 import torchstone
+from exact_runs import EXACT
 from layouts import MOMENTS, read_tensors
 from tiny import make_llama, write_rows
 from torchstone import cli
@@ -40,8 +41,6 @@ from torchstone.testing import launch_procs
 from torchstone.training.loop import Callback, Run
 
 STEPS, SAMPLES = 6, 5
-# What a metrics line has of the run, without times and memory.
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens", "val_loss")
 VALIDATION_LIMIT = 1e-6
 DP2, TP2, PP2 = {"parallel.dp_shard": 2}, {"parallel.tp": 2}, {"parallel.pp": 2}
 HSDP = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}

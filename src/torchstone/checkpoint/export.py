@@ -25,7 +25,7 @@ from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import Decoder
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import GENERATION_CONFIG, Model, NativeModel
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def export_model(
         raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):
         raise UsageError(f"{target} exists and is not empty", "export into a new folder")
-    execution = Execution(trust_remote_code=trust_remote_code)
+    execution = ExecutionOptions(trust_remote_code=trust_remote_code)
     target_dtype = stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     is_native = fallback_reason(folder, execution) is None

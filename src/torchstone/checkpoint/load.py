@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstone import atomic
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
@@ -21,13 +22,13 @@ from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 CHECKPOINTS = "checkpoints"
 
 
-def find_resume(
+def find_resume_checkpoint(
     output_dir: Path, resume: str, warn: Callable[[str], None], ctx: ParallelContext = SINGLE_PROCESS
 ) -> Path | None:
     """Returns the verified checkpoint that `checkpoint.resume` selects, or None to start from scratch."""
     root = output_dir / CHECKPOINTS
     if ctx.is_main:
-        manifest.clean_up(root)
+        atomic.clean_up(root, "step-*")
     ctx.barrier()
     checkpoints = manifest.list_checkpoints(root)
     if resume == "never":
@@ -44,7 +45,7 @@ def find_resume(
         warn(f"{output_dir} has checkpoints of its own: resuming from them, not from {resume}")
     for _, folder in reversed(checkpoints):
         try:
-            manifest.verify(folder, ctx)
+            manifest.verify_checkpoint(folder, ctx)
             return folder
         except CheckpointError as error:
             warn(f"{error.message}; trying the previous checkpoint")
@@ -66,13 +67,13 @@ def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Pa
         raise UsageError(f"{folder} is a run without a checkpoint")
     if is_model_folder(folder):
         if (folder / manifest.MANIFEST).is_file():
-            manifest.verify(folder, ctx)
+            manifest.verify_checkpoint(folder, ctx)
         return folder
     checkpoints = dict(manifest.list_checkpoints(root))
     if checkpoints:
         best = best_step(root)
         checkpoint = checkpoints[best if best in checkpoints else max(checkpoints)]
-        manifest.verify(checkpoint, ctx)
+        manifest.verify_checkpoint(checkpoint, ctx)
         return checkpoint
     if not folder.is_dir():
         raise UsageError(f"model folder {folder} does not exist", "name a Hugging Face folder, a checkpoint or a run")
@@ -133,7 +134,7 @@ def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Call
 def _named_checkpoint(path: Path, checkpoints: list[tuple[int, Path]], ctx: ParallelContext) -> Path:
     if not (path / manifest.MANIFEST).is_file():
         raise CheckpointError(f"{path} is not a complete checkpoint (no {manifest.MANIFEST})")
-    manifest.verify(path, ctx)
+    manifest.verify_checkpoint(path, ctx)
     step = read_state(path)["step"]
     newer = [folder.name for number, folder in checkpoints if number > step]
     if newer:

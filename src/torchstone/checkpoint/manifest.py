@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-def folder_name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
@@ -63,11 +63,7 @@ def commit_folder(final: Path, ctx: ParallelContext = SINGLE_PROCESS) -> Iterato
                 stack.close()
 
 
-def clean_up(root: Path) -> None:
-    atomic.clean_up(root, "step-*")
-
-
-def verify(folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
+def verify_checkpoint(folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
     """Compares every file with its hash in the manifest; each rank verifies a share of the files."""
     error = None
     try:
@@ -77,7 +73,7 @@ def verify(folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
     ctx.raise_on_all_ranks(error)
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Renames the folder first, so that a half-removed checkpoint is never listed."""
     hidden = atomic.temporary_path(folder, "removed")
     folder.rename(hidden)

@@ -7,7 +7,6 @@ before data is tokenized. `load_model` reads the weights into what a `ModelBuild
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.transformers_folder import check_fallback_folder, load_fallback, read_hf_config
 from torchstone.checkpoint.weight_files import WeightFiles
@@ -24,7 +24,7 @@ from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder, DecoderConfig
 from torchstone.models.execution import (
     DEFAULT_EXECUTION,
-    Execution,
+    ExecutionOptions,
     check_compiler,
     check_fallback_execution,
     choose_attention,
@@ -40,7 +40,7 @@ from torchstone.models.model import (
     NativeModel,
     mean_embedding,
     padded_vocab_size,
-    resize_note,
+    resize_warning,
 )
 from torchstone.parallel.build import ModelBuilder, TensorSource, fill_parameters
 from torchstone.parallel.local_shards import local_shards
@@ -62,10 +62,6 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConf
 
     hf_config = read_hf_config(folder)
     path = folder / "config.json"
-    if (folder / "adapter_config.json").exists():
-        raise UsageError(
-            f"{folder}: is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
-        )
     try:
         family = family_of(hf_config)
         return hf_config, family, family.decoder_config(hf_config)
@@ -83,13 +79,14 @@ def load_model(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    execution: Execution = DEFAULT_EXECUTION,
+    execution: ExecutionOptions = DEFAULT_EXECUTION,
     builder: ModelBuilder | None = None,
     tokenizer_size: int = 0,
 ) -> Model:
     """Loads the model of a folder. A missing or unknown weight is an error.
 
-    Embeddings smaller than `tokenizer_size` are resized.
+    Embeddings smaller than `tokenizer_size` are resized. New ones start as the mean of the old, so a new token gets an
+    average logit; with random values it could get the largest of all.
     """
     builder = builder or ModelBuilder(device, dtype)
     reason = fallback_reason(folder, execution)
@@ -101,22 +98,28 @@ def load_model(
     notes = [f"runs in the Transformers fallback ({reason})", f"attention: {module.hf.config._attn_implementation}"]
     if module.packing_method is not None:
         notes.append(f"packed documents are separated by {PACKING_METHODS[module.packing_method]} (tested at load)")
-    model = FallbackModel(module, read_hf_config(folder), module.generation_config, notes=notes, warnings=module.notes)
-    model.warnings += model.align_with_tokenizer(tokenizer_size, {})
+    hf_config, warnings, old_size = read_hf_config(folder), module.warnings, module.vocab_size
+    if tokenizer_size > old_size:
+        module.resize_embeddings(padded_vocab_size(tokenizer_size))
+        hf_config["vocab_size"] = module.vocab_size
+        warnings.append(resize_warning(tokenizer_size, old_size, module.vocab_size))
+    model = FallbackModel(module, hf_config, module.generation_config, notes, warnings)
+    # Also discards a damaged generation_config.json.
+    model.warnings += model.align_special_tokens({})
     model.apply_execution(execution)
     builder.shard_fallback(module)
     model.notes += builder.notes
     return model
 
 
-def fallback_reason(folder: Path, execution: Execution) -> str | None:
+def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
     """Why a folder's model runs in the Transformers fallback; None if it runs natively."""
     implementation, hf_config = execution.implementation, read_hf_config(folder)
     if implementation == "fallback":
         return "as requested"
     if implementation == "auto" and execution.trust_remote_code and _remote_code_class(hf_config):
         return f"{_remote_code_class(hf_config)} of its folder, which is trusted"
-    if implementation == "auto" and _implementation_of_run(folder) == "fallback":
+    if implementation == "auto" and read_json_or_empty(folder / "state.json").get("implementation") == "fallback":
         return "as in the run that saved it"
     try:
         read_model_config(folder)
@@ -128,7 +131,7 @@ def fallback_reason(folder: Path, execution: Execution) -> str | None:
 
 
 def check_model_folder(
-    folder: Path, device: torch.device, dtype: torch.dtype, execution: Execution = DEFAULT_EXECUTION
+    folder: Path, device: torch.device, dtype: torch.dtype, execution: ExecutionOptions = DEFAULT_EXECUTION
 ) -> None:
     """Raises unless the folder has a complete model that can run as requested. Reads no weights."""
     if fallback_reason(folder, execution) is not None:
@@ -140,7 +143,9 @@ def check_model_folder(
         _check_native_execution(config, device, dtype, execution)
 
 
-def check_new_model(hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, execution: Execution) -> None:
+def check_new_model(
+    hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
+) -> None:
     """The same checks for a new model."""
     config = FAMILIES[hf_config["model_type"]].decoder_config(hf_config)
     _check_native_execution(config, device, dtype, execution)
@@ -195,7 +200,7 @@ def _load_native(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype,
-    execution: Execution,
+    execution: ExecutionOptions,
     builder: ModelBuilder,
     tokenizer_size: int,
 ) -> NativeModel:
@@ -207,7 +212,7 @@ def _load_native(
     warnings = [] if warning is None else [warning]
     if tokenizer_size > config.vocab_size:
         source, new_size = ResizedEmbeddings(source, config.vocab_size), padded_vocab_size(tokenizer_size)
-        warnings.append(resize_note(tokenizer_size, config.vocab_size, new_size))
+        warnings.append(resize_warning(tokenizer_size, config.vocab_size, new_size))
         config, hf_config["vocab_size"] = replace(config, vocab_size=new_size), new_size
     decoders = builder.build_decoders(config, choice.backend, execution.fused)
     fill_parameters(decoders, source)
@@ -223,7 +228,7 @@ def _load_native(
         notes=[f"attention: {choice.backend} ({choice.reason})", *builder.notes],
         warnings=warnings + _misspelled_keys(hf_config),
         family=family,
-        stages=decoders,
+        decoders=decoders,
     )
 
 
@@ -237,7 +242,7 @@ def _check_head_copies(files: WeightFiles, decoders: Sequence[Decoder]) -> None:
 
 
 def _check_native_execution(
-    config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: Execution
+    config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
 ) -> None:
     choose_attention(config, execution, device, dtype)
     choose_liger(execution.liger, config, execution.compile, device, execution.tp)
@@ -249,14 +254,6 @@ def _remote_code_class(hf_config: dict[str, Any]) -> str | None:
     """The causal model class in a folder's own code, or None."""
     auto_map = hf_config.get("auto_map")
     return auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
-
-
-def _implementation_of_run(folder: Path) -> str | None:
-    """Which implementation saved a checkpoint; None for other folders."""
-    try:
-        return json.loads((folder / "state.json").read_text()).get("implementation")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _misspelled_keys(hf_config: dict[str, Any]) -> list[str]:

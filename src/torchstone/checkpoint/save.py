@@ -45,7 +45,7 @@ def save_checkpoint(
     ctx: ParallelContext = SINGLE_PROCESS,
 ) -> Path:
     """Saves a checkpoint and returns its folder. All ranks must call it."""
-    final, is_single_process = root / manifest.folder_name(step), ctx.world_size == 1
+    final, is_single_process = root / manifest.checkpoint_name(step), ctx.world_size == 1
     with manifest.commit_folder(final, ctx) as folder:
         save_model(model, folder, ctx)
         optimizer_file = folder / OPTIMIZER_FILE if is_single_process else shard_file(folder, OPTIMIZER, ctx.rank)
@@ -170,6 +170,6 @@ def prune_checkpoints(root: Path, keep_last: int | None) -> list[int]:
     removed = []
     for step, folder in manifest.list_checkpoints(root)[:-keep_last]:
         if step != best:
-            manifest.remove(folder)
+            manifest.remove_checkpoint(folder)
             removed.append(step)
     return removed

@@ -118,7 +118,7 @@ def _tiling_error(shards: Sequence[TensorShard]) -> str | None:
     if any((shard.shape, shard.tensor.dtype) != (shape, shards[0].tensor.dtype) for shard in shards):
         return "has shards of different shapes or dtypes"
     ends = [tuple(np.add(shard.offset, shard.tensor.shape).tolist()) for shard in shards]
-    # The grid that all edges of shards make: as many cells as shards for every layout of ours.
+    # The grid formed by all shard edges. In our layouts it has one cell per shard.
     edges = [
         np.unique([0, size, *(shard.offset[dim] for shard in shards), *(end[dim] for end in ends)])
         for dim, size in enumerate(shape)

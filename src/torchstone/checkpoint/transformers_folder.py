@@ -1,6 +1,6 @@
 """Loads and saves models of the Transformers fallback.
 
-Transformers is lenient where a trainer must not be: it initialises weights that a file lacks, ignores those it does not
+Transformers is lenient where a trainer must not be: it initializes weights that a file lacks, ignores those it does not
 know, and mentions both in a log. Here both are errors that name the folder and the weights, as are pickles, quantized
 weights, adapters and untrusted code; most are found before a weight is read. What only changes how a model trains
 (dropout, a router's auxiliary loss) becomes a note.
@@ -24,20 +24,20 @@ from torch.distributed.tensor import DTensor
 from torchstone.checkpoint.weight_files import list_names, open_tensors
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.fallback.module import (
-    Fallback,
+    FallbackModule,
     default_generation_config,
     eval_mode,
     fork_rng,
-    token_loss_sum,
+    hf_loss_function,
 )
 from torchstone.models.fallback.probing import (
-    LIMITS,
+    TOLERANCES,
     check_causal,
     find_packing_method,
     first_line,
+    get_tolerances,
     is_positive,
-    limits_of,
-    make_rows,
+    make_probe_batch,
 )
 
 if TYPE_CHECKING:
@@ -60,12 +60,16 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not a readable JSON file: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: not a JSON object")
+    if (folder / "adapter_config.json").exists():
+        raise UsageError(
+            f"{folder}: is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
+        )
     return value
 
 
 def load_fallback(
     folder: Path, attention: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
-) -> Fallback:
+) -> FallbackModule:
     """Loads and probes the model of a folder, and sets training mode. The RNG state is preserved.
 
     `attention` is auto, sdpa or eager.
@@ -76,21 +80,21 @@ def load_fallback(
             f"model.attention {attention}: the Transformers fallback supports only sdpa and eager",
             "use --model.attention auto",
         )
-    if dtype not in LIMITS:
+    if dtype not in TOLERANCES:
         raise UsageError(
-            f"the Transformers fallback does not support {dtype}", f"use one of {', '.join(map(str, LIMITS))}"
+            f"the Transformers fallback does not support {dtype}", f"use one of {', '.join(map(str, TOLERANCES))}"
         )
     config = _read_transformers_config(folder, trust_remote_code)
     _check_weight_files(folder)
     with fork_rng(device), capture_warnings() as captured:
         hf = _load_complete(folder, config, attention, dtype, trust_remote_code).to(device)
-        module = Fallback(hf, None)
+        module = FallbackModule(hf, None)
         with torch.no_grad(), eval_mode(module):
             check_causal(module, folder)
             module.packing_method, module.packing_error = find_packing_method(module)
-            module.notes = [*_config_notes(config), *_loss_notes(module)]
+            module.warnings = [*_config_warnings(config), *_loss_warnings(module)]
             _keep_generation_config(module, folder)
-    module.notes += [f"Transformers warns: {line}" for line in dict.fromkeys(captured)]
+    module.warnings += [f"Transformers warns: {line}" for line in dict.fromkeys(captured)]
     module.train()
     return module
 
@@ -101,7 +105,7 @@ def check_fallback_folder(folder: Path, trust_remote_code: bool = False) -> None
     _check_weight_files(folder)
 
 
-def save_fallback(module: Fallback, generation_config: bytes | None, folder: Path, rank: int = 0) -> None:
+def save_fallback(module: FallbackModule, generation_config: bytes | None, folder: Path, rank: int = 0) -> None:
     """Saves a folder that Transformers loads back bit for bit, with the model's own code, if any.
 
     Rank 0 gathers and writes a sharded model, so all ranks must call this.
@@ -185,10 +189,6 @@ def _check_supported(folder: Path, hf_config: dict[str, Any], trust_remote_code:
     path = folder / "config.json"
     model_type = hf_config.get("model_type")
     is_known = isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if (folder / "adapter_config.json").exists():
-        raise UsageError(
-            f"{folder}: is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
-        )
     if hf_config.get("quantization_config") is not None:
         raise UsageError(f"{path}: the weights are quantized and cannot be trained", "use the unquantized model")
     if hf_config.get("auto_map") and not trust_remote_code:
@@ -264,7 +264,7 @@ def _check_loading_info(folder: Path, info: dict[str, Any]) -> None:
         raise CheckpointError(f"{folder}: the weights do not match config.json", list_names(**names))
 
 
-def _config_notes(config: Any) -> list[str]:
+def _config_warnings(config: Any) -> list[str]:
     settings = config.get_text_config().to_dict()
     notes = [
         f"the router's auxiliary loss ({key} {settings[key]}) is not part of the loss here"
@@ -285,7 +285,7 @@ def _config_notes(config: Any) -> list[str]:
     return notes
 
 
-def _keep_generation_config(module: Fallback, folder: Path) -> None:
+def _keep_generation_config(module: FallbackModule, folder: Path) -> None:
     """Keeps generation_config.json as it is; without one, drops settings that Transformers will refuse to write."""
     from transformers import GenerationConfig
 
@@ -297,18 +297,18 @@ def _keep_generation_config(module: Fallback, folder: Path) -> None:
             module.hf.generation_config.validate(strict=True)
     except ValueError as error:
         module.hf.generation_config = GenerationConfig()
-        module.notes.append(f"the sampling settings of config.json will not be saved: {first_line(error)}")
+        module.warnings.append(f"the sampling settings of config.json will not be saved: {first_line(error)}")
 
 
-def _loss_notes(module: Fallback) -> list[str]:
+def _loss_warnings(module: FallbackModule) -> list[str]:
     """A note if `hf(..., labels=...)` does not use our loss function: some classes compute the loss in forward."""
-    rows = make_rows([[9]], module)
-    expected = token_loss_sum(module(rows.ids, rows.positions), rows.ids)
+    rows = make_probe_batch([[9]], module)
+    expected = hf_loss_function(module(rows.ids, rows.positions), rows.ids)
     name = type(module.hf).__name__
     try:
         loss = module.hf(input_ids=rows.ids, labels=rows.ids).loss
     except Exception as error:
         return [f"{name} has no loss of its own ({type(error).__name__}); training here does not need it"]
-    if loss is None or not torch.allclose(loss.float(), expected, rtol=limits_of(module).same):
+    if loss is None or not torch.allclose(loss.float(), expected, rtol=get_tolerances(module).rounding):
         return [f"{name} called with labels computes its own loss, not the sum of token losses used here"]
     return []

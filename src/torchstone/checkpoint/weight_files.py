@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchstone.checkpoint.tensor_files import DTYPE_NAMES, TensorFile, open_tensor_file, read_slice_into, write_tensors
-from torchstone.checkpoint.weight_names import StoredTensor, WeightNames
+from torchstone.checkpoint.weight_names import StoredTensorSpec, WeightNames
 from torchstone.errors import CheckpointError
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder
 from torchstone.parallel.build import TensorSource
@@ -35,7 +35,7 @@ class WeightFiles:
     def __init__(self, folder: Path, names: WeightNames, decoder: Decoder) -> None:
         self.files = open_tensors(folder)
         parameters = decoder.unfused_parameters()
-        self.stored: dict[str, StoredTensor] = {}
+        self.stored: dict[str, StoredTensorSpec] = {}
         self.head_copies, unknown = [], []
         # The file of a headless model leaves out the prefix.
         is_headless = not any(name.startswith(names.prefix) for name in self.files)
@@ -43,13 +43,13 @@ class WeightFiles:
             stored = names.stored_tensor(name) or (names.stored_tensor(names.prefix + name) if is_headless else None)
             if name.endswith(names.ignored_suffixes):
                 continue
-            if stored is not None and all(parameter in parameters for parameter in stored.parameters):
+            if stored is not None and all(parameter in parameters for parameter in stored.parameter_names):
                 self.stored[name] = stored
-            elif stored is not None and stored.parameters == (HEAD,) and decoder.config.tied:
+            elif stored is not None and stored.parameter_names == (HEAD,) and decoder.config.tied:
                 self.head_copies.append(name)
             else:
                 unknown.append(name)
-        present = {parameter for stored in self.stored.values() for parameter in stored.parameters}
+        present = {parameter for stored in self.stored.values() for parameter in stored.parameter_names}
         missing = list(names.stored_tensors(name for name in parameters if name not in present))
         if unknown or missing:
             raise CheckpointError(
@@ -71,15 +71,6 @@ class WeightFiles:
         """Overwrites `target`, in its dtype and on its device, with a slice of parameter `name`."""
         self.bytes_read += read_slice_into(self._parameters[name], target, offset)
 
-    @torch.no_grad()
-    def load(self, decoder: Decoder) -> None:
-        """Fills an unsharded decoder."""
-        parameters = decoder.unfused_parameters()
-        for stored in self.stored.values():
-            for name in stored.parameters:
-                self.read_into(name, parameters[name], (0,) * parameters[name].dim())
-        self.check_head_copies(decoder.tok_embed.weight)
-
     def check_head_copies(self, embedding: Tensor, offset: Sequence[int] = (0, 0)) -> None:
         """A tied head that is also in a file must equal the embedding. `embedding` is the slice of it at `offset`."""
         for name in self.head_copies:
@@ -96,7 +87,7 @@ class WeightFiles:
                     'set "tie_word_embeddings": false in config.json to keep both',
                 )
 
-    def _check_tensor(self, name: str, stored: StoredTensor) -> None:
+    def _check_tensor(self, name: str, stored: StoredTensorSpec) -> None:
         shape = list(_stacked_shape(self.shapes, stored))
         shape = shape[::-1] if stored.is_transposed else shape
         path, tensor = self.files[name].path, self.files[name].tensors[name]
@@ -118,7 +109,7 @@ def save_weights(
     """Writes unfused parameters under their Hugging Face names."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     dtype = reduce(torch.promote_types, {parameter.dtype for parameter in parameters.values()})
-    return write_weights(_InMemory(parameters), names, shapes, dtype, folder, max_shard_bytes)
+    return write_weights(InMemoryTensors(parameters), names, shapes, dtype, folder, max_shard_bytes)
 
 
 def write_weights(
@@ -131,10 +122,10 @@ def write_weights(
 ) -> list[Path]:
     """Writes the parameters of `shapes` as `dtype`; more than `max_shard_bytes` become several files with an index."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    shards: list[dict[str, StoredTensor]] = [{}]
+    shards: list[dict[str, StoredTensorSpec]] = [{}]
     size = 0
     for name, stored in names.stored_tensors(shapes).items():
-        tensor_size = sum(sizes[parameter] for parameter in stored.parameters)
+        tensor_size = sum(sizes[parameter] for parameter in stored.parameter_names)
         if shards[-1] and size + tensor_size > max_shard_bytes:
             shards.append({})
             size = 0
@@ -206,13 +197,13 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
     return files
 
 
-def _stack(parameters: dict[str, Tensor], stored: StoredTensor) -> Tensor:
-    parts = [parameters[name].cpu() for name in stored.parameters]
+def _stack(parameters: dict[str, Tensor], stored: StoredTensorSpec) -> Tensor:
+    parts = [parameters[name].cpu() for name in stored.parameter_names]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (tensor.T if stored.is_transposed else tensor).contiguous()
 
 
-class _InMemory:
+class InMemoryTensors:
     """A `TensorSource` of tensors in memory."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -223,11 +214,11 @@ class _InMemory:
 
 
 def _write_file(
-    shard: dict[str, StoredTensor], source: TensorSource, shapes: Shapes, dtype: torch.dtype, path: Path
+    shard: dict[str, StoredTensorSpec], source: TensorSource, shapes: Shapes, dtype: torch.dtype, path: Path
 ) -> None:
     """Writes one file, with one tensor in memory at a time."""
 
-    def empty(stored: StoredTensor, device: str) -> Tensor:
+    def empty(stored: StoredTensorSpec, device: str) -> Tensor:
         shape = _stacked_shape(shapes, stored)
         return torch.empty(shape[::-1] if stored.is_transposed else shape, dtype=dtype, device=device)
 
@@ -240,12 +231,12 @@ def _write_file(
     write_tensors(path, {name: empty(stored, "meta") for name, stored in shard.items()}, {"format": "pt"}, load)
 
 
-def _split(tensor: Tensor, stored: StoredTensor, shapes: Shapes) -> dict[str, Tensor]:
+def _split(tensor: Tensor, stored: StoredTensorSpec, shapes: Shapes) -> dict[str, Tensor]:
     """The parameters that a stored tensor holds, as views of it."""
     stacked = tensor.T if stored.is_transposed else tensor
-    parts = stacked.split([shapes[name][0] for name in stored.parameters])
-    return dict(zip(stored.parameters, parts, strict=True))
+    parts = stacked.split([shapes[name][0] for name in stored.parameter_names])
+    return dict(zip(stored.parameter_names, parts, strict=True))
 
 
-def _stacked_shape(shapes: Shapes, stored: StoredTensor) -> tuple[int, ...]:
-    return (sum(shapes[name][0] for name in stored.parameters), *shapes[stored.parameters[0]][1:])
+def _stacked_shape(shapes: Shapes, stored: StoredTensorSpec) -> tuple[int, ...]:
+    return (sum(shapes[name][0] for name in stored.parameter_names), *shapes[stored.parameter_names[0]][1:])

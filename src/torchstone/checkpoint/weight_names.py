@@ -1,7 +1,7 @@
 """The names of a family's weights in Hugging Face files, and the decoder parameters they hold.
 
-Both sides of the map are unfused parameters. A tensor in a file is one parameter, or several stacked along
-out_features (Phi-3's qkv_proj), perhaps transposed (GPT-2). So one table serves reading and writing, and how a model
+Ours are always unfused. A tensor in a file is one of our parameters, or several stacked along out_features (Phi-3's
+qkv_proj), perhaps transposed (GPT-2). So one table serves reading and writing, and how a model
 runs (fused or not, sharded or not) never shows in a file.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensorSpec:
     """What one tensor in a file holds: the decoder's parameters, stacked along out_features."""
 
-    parameters: tuple[str, ...]
+    parameter_names: tuple[str, ...]
     is_transposed: bool = False
 
 
@@ -24,13 +24,13 @@ class StoredTensor:
 class WeightNames:
     """`modules` maps names in the file to ours. Names have no `.weight` or `.bias`, and `{n}` for the layer's index."""
 
-    modules: dict[str, StoredTensor]
+    modules: dict[str, StoredTensorSpec]
     # The file of a headless model (AutoModel) leaves this prefix out.
     prefix: str = "model."
     # Tensors in old files that are not trained parameters.
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
-    def stored_tensor(self, hf_name: str) -> StoredTensor | None:
+    def stored_tensor(self, hf_name: str) -> StoredTensorSpec | None:
         """What the tensor `hf_name` holds; None if it is not one of this family's."""
         module, _, kind = hf_name.rpartition(".")
         number = re.search(r"\.(\d+)\.", f".{module}.")
@@ -40,10 +40,10 @@ class WeightNames:
             return None
         return _instantiate(entry, number.group(1) if number else "", kind)
 
-    def stored_tensors(self, parameters: Iterable[str]) -> dict[str, StoredTensor]:
+    def stored_tensors(self, parameters: Iterable[str]) -> dict[str, StoredTensorSpec]:
         """The tensors that a file with these (unfused) parameters has, in their order."""
-        entries = {name: (hf_name, entry) for hf_name, entry in self.modules.items() for name in entry.parameters}
-        tensors: dict[str, StoredTensor] = {}
+        entries = {name: (hf_name, entry) for hf_name, entry in self.modules.items() for name in entry.parameter_names}
+        tensors: dict[str, StoredTensorSpec] = {}
         for parameter in parameters:
             module, _, kind = parameter.rpartition(".")
             number = re.search(r"^layers\.(\d+)\.", module)
@@ -55,19 +55,19 @@ class WeightNames:
         return tensors
 
 
-def _instantiate(entry: StoredTensor, layer: str, kind: str) -> StoredTensor:
-    parameters = tuple(f"{name.replace('{n}', layer)}.{kind}" for name in entry.parameters)
-    return StoredTensor(parameters, entry.is_transposed and kind == "weight")
+def _instantiate(entry: StoredTensorSpec, layer: str, kind: str) -> StoredTensorSpec:
+    parameters = tuple(f"{name.replace('{n}', layer)}.{kind}" for name in entry.parameter_names)
+    return StoredTensorSpec(parameters, entry.is_transposed and kind == "weight")
 
 
 # The modules of one layer: name in the file -> our name, or several that are stacked there.
 LayerModules = dict[str, str | tuple[str, ...]]
 
 
-def layer_modules(modules: LayerModules, prefix: str, transposed: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
+def layer_modules(modules: LayerModules, prefix: str, transposed: tuple[str, ...] = ()) -> dict[str, StoredTensorSpec]:
     """`modules` as patterns for any layer below `prefix`."""
     return {
-        f"{prefix}.{{n}}.{hf_name}": StoredTensor(
+        f"{prefix}.{{n}}.{hf_name}": StoredTensorSpec(
             tuple(f"layers.{{n}}.{name}" for name in ((ours,) if isinstance(ours, str) else ours)),
             hf_name in transposed,
         )
@@ -76,9 +76,9 @@ def layer_modules(modules: LayerModules, prefix: str, transposed: tuple[str, ...
 
 
 EMBEDDING_NORM_HEAD = {
-    "model.embed_tokens": StoredTensor(("tok_embed",)),
-    "model.norm": StoredTensor(("norm",)),
-    "lm_head": StoredTensor(("head",)),
+    "model.embed_tokens": StoredTensorSpec(("tok_embed",)),
+    "model.norm": StoredTensorSpec(("norm",)),
+    "lm_head": StoredTensorSpec(("head",)),
 }
 QKV: LayerModules = {
     "self_attn.q_proj": "attention.wq",
@@ -124,10 +124,10 @@ def _usual_names(*layer: LayerModules) -> WeightNames:
 LLAMA = _usual_names(PRE_NORMS, QKV, OUT_AND_MLP)
 GPT2 = WeightNames(
     {
-        "transformer.wte": StoredTensor(("tok_embed",)),
-        "transformer.wpe": StoredTensor(("pos_embed",)),
-        "transformer.ln_f": StoredTensor(("norm",)),
-        "lm_head": StoredTensor(("head",)),
+        "transformer.wte": StoredTensorSpec(("tok_embed",)),
+        "transformer.wpe": StoredTensorSpec(("pos_embed",)),
+        "transformer.ln_f": StoredTensorSpec(("norm",)),
+        "lm_head": StoredTensorSpec(("head",)),
     }
     | layer_modules(GPT2_LAYER, "transformer.h", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
     prefix="transformer.",

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal, get_args, get_origin
 
 from torchstone.config import schema
-from torchstone.config.load import fields
+from torchstone.config.load import field_types
 
 
 @cache
@@ -27,7 +27,7 @@ def field_help() -> dict[str, str]:
     top = sentences["Config"]
     section_of = {f.name: str(f.type) for f in dataclasses.fields(schema.Config)}
     help_by_key = {}
-    for key in fields():
+    for key in field_types():
         section, _, leaf = key.partition(".")
         help_by_key[key] = sentences[section_of[section]][leaf] if leaf else top[section]
     return help_by_key
@@ -56,7 +56,7 @@ def _keys_of(section: str) -> list[tuple[str, str, str]]:
 
 def _choices(key: str) -> str:
     """The choices of a Literal key, empty for other keys. The help sentence of a list names its choices."""
-    types = [fields()[key], *get_args(fields()[key])]
+    types = [field_types()[key], *get_args(field_types()[key])]
     return ", ".join(value for type_ in types if get_origin(type_) is Literal for value in get_args(type_))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_config_file
-from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, InvalidConfig, Job, Range, validate
+from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, InvalidConfigError, Purpose, Range, validate
 from torchstone.errors import UsageError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -53,7 +53,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Layers:
+class ConfigLayers:
     """The settings of a preset, a file and overrides: read, but neither merged nor validated."""
 
     preset: dict[str, Setting]
@@ -63,7 +63,7 @@ class Layers:
     def merge(self) -> dict[str, Setting]:
         return _merge(_merge(self.preset, self.file), self.overrides)
 
-    def with_overrides(self, overrides: Mapping[str, Any]) -> Layers:
+    def with_overrides(self, overrides: Mapping[str, Any]) -> ConfigLayers:
         """Returns a copy with more overrides (dotted keys)."""
         return dataclasses.replace(self, overrides=self.overrides | _collect_overrides(overrides))
 
@@ -80,20 +80,16 @@ def load_config(
     path: str | Path | None = None,
     preset: str | None = None,
     overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
-    job: Job = "train",
-    defaults: Mapping[str, Any] = NO_DEFAULTS,
+    purpose: Purpose = "train",
 ) -> Config:
-    """The validated config of a preset, a file and overrides (dotted keys or nested dictionaries).
-
-    `defaults` (dotted keys) have the lowest priority.
-    """
-    return resolve(read_layers(path, preset, overrides), job, defaults)
+    """The validated config of a preset, a file and overrides (dotted keys or nested dictionaries)."""
+    return resolve(read_config_layers(path, preset, overrides), purpose)
 
 
-def read_layers(
+def read_config_layers(
     path: str | Path | None, preset: str | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]]
-) -> Layers:
-    return Layers(
+) -> ConfigLayers:
+    return ConfigLayers(
         preset={} if preset is None else _read_settings(preset_path(preset), origin=f"preset {preset}"),
         file={} if path is None else _read_settings(Path(path)),
         overrides=_collect_overrides(overrides),
@@ -101,7 +97,10 @@ def read_layers(
 
 
 def resolve(
-    layers: Layers, job: Job = "train", defaults: Mapping[str, Any] = NO_DEFAULTS, origin: str = "the defaults"
+    layers: ConfigLayers,
+    purpose: Purpose = "train",
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
+    origin: str = "the defaults",
 ) -> Config:
     """Returns the validated config. A default applies to a key that is unset or null; errors call it `origin`."""
     settings = layers.merge()
@@ -110,8 +109,8 @@ def resolve(
             settings[key] = default
     config = _build(settings)
     try:
-        validate(config, job)
-    except InvalidConfig as error:
+        validate(config, purpose)
+    except InvalidConfigError as error:
         raise UsageError(_with_origin(error.message, settings.get(error.key)), error.hint) from None
     return config
 
@@ -121,9 +120,9 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=_plain_dict)
 
 
-def from_dict(values: Mapping[str, Any], job: Job = "train") -> Config:
+def from_dict(values: Mapping[str, Any], purpose: Purpose = "train") -> Config:
     """The inverse of `to_dict`, with validation."""
-    return load_config(overrides={key: value for key, value in values.items() if value is not None}, job=job)
+    return load_config(overrides={key: value for key, value in values.items() if value is not None}, purpose=purpose)
 
 
 def preset_path(name: str) -> Path:
@@ -134,7 +133,7 @@ def preset_path(name: str) -> Path:
 
 
 @cache
-def fields() -> dict[str, Any]:
+def field_types() -> dict[str, Any]:
     """Every key with its type: `optim.learning_rate` -> Annotated[float, ...]."""
     types_by_key: dict[str, Any] = {}
     for name, annotation in typing.get_type_hints(Config, include_extras=True).items():
@@ -177,7 +176,7 @@ def extract_config_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], li
     """Takes `--section.key VALUE` out of a command line. A boolean key is a switch: `--data.shuffle` is true."""
 
     def is_switch(name: str) -> bool:
-        return fields().get(ALIASES.get(name, name), bool) is bool
+        return field_types().get(ALIASES.get(name, name), bool) is bool
 
     return extract_flags(args, lambda name: "." in name, is_switch)
 
@@ -185,7 +184,7 @@ def extract_config_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], li
 def key_with_name(name: str) -> str | None:
     """Returns the key that ends in `name`, or has an alias that does."""
     name = name.replace("-", "_")
-    keys = [key for key in (*fields(), *ALIASES) if key.rsplit(".", 1)[-1] == name]
+    keys = [key for key in (*field_types(), *ALIASES) if key.rsplit(".", 1)[-1] == name]
     return ALIASES.get(keys[0], keys[0]) if keys else None
 
 
@@ -228,7 +227,7 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
     for name, value, origin in values:
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
-        if key not in fields():
+        if key not in field_types():
             raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
         if key in settings and settings[key].name != name:
             raise UsageError(
@@ -256,16 +255,16 @@ def _merge(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, 
 
 
 def _suggest(key: str) -> str:
-    sections = {name.split(".")[0] for name in fields() if "." in name}
+    sections = {name.split(".")[0] for name in field_types() if "." in name}
     section, _, leaf = key.partition(".")
     same_leaf = key_with_name(leaf or section)
     if same_leaf is not None:
         return f"did you mean {same_leaf!r}?"
-    similar = difflib.get_close_matches(key, [*fields(), *ALIASES], n=1, cutoff=0.6)
+    similar = difflib.get_close_matches(key, [*field_types(), *ALIASES], n=1, cutoff=0.6)
     if similar:
         return f"did you mean {ALIASES.get(similar[0], similar[0])!r}?"
     if section in sections:
-        leaves = [name.split(".")[1] for name in fields() if name.startswith(f"{section}.")]
+        leaves = [name.split(".")[1] for name in field_types() if name.startswith(f"{section}.")]
         return f"{_did_you_mean(leaf, leaves)}the keys of {section!r} are {', '.join(leaves)}"
     return f"{_did_you_mean(section, sorted(sections))}the sections are {', '.join(sorted(sections))}"
 
@@ -287,7 +286,7 @@ def _build(settings: dict[str, Setting]) -> Config:
     values: dict[str, Any] = {}
     for key, setting in settings.items():
         try:
-            values[key] = _convert(setting.value, fields()[key], key)
+            values[key] = _convert(setting.value, field_types()[key], key)
         except UsageError as error:
             raise UsageError(_with_origin(error.message, setting), error.hint) from None
     sections: dict[str, Any] = {}

@@ -64,7 +64,7 @@ class ModelConfig:
     """Architecture of a new model."""
 
     depth: PositiveInt | None = None
-    """Layers of a new model; width, heads and initialisation are derived from it and logged."""
+    """Layers of a new model; width, heads and initialization are derived from it and logged."""
 
     width: PositiveInt | None = None
     """Hidden size of a new model; by default 64 x depth."""
@@ -166,7 +166,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class TrainingConfig:
     mode: Literal["epoch", "step", "token", "infinite"] | None = None
-    """Require one limit (max_epochs, max_steps, max_tokens), or none (infinite). The first one reached ends the run."""
+    """Which of max_epochs, max_steps, max_tokens must be set; infinite: none. The first limit reached ends the run."""
 
     max_steps: PositiveInt | None = None
     """Number of optimizer steps."""
@@ -190,7 +190,7 @@ class TrainingConfig:
     """Tokens per device and micro-step for packed conversations; by default context_length."""
 
     seed: Seed = 0
-    """Seed of the initialisation, the order of the data and the validation split."""
+    """Seed of the initialization, the order of the data and the validation split."""
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"
     """fp32, bf16 (bf16 compute; fp32 weights, reduction and moments), or bf16-pure (also bf16 weights and moments)."""
@@ -366,13 +366,13 @@ NEW_MODEL_KEYS = (
     "model.tied", "model.rope_theta", "model.init_std", "model.tokenizer",
 )  # fmt: skip
 
-Job = Literal["train", "data"]
+Purpose = Literal["train", "data"]
 # Rows per device and micro-step if training.batch_size is not set.
 DEFAULT_TEXT_ROWS, DEFAULT_CHAT_ROWS = 8, 4
 PARAMETER_KINDS = ("norm", "bias", "embed", "head", "matrix")
 
 
-class InvalidConfig(UsageError):
+class InvalidConfigError(UsageError):
     """A combination of values that cannot work; `key` is the one to change."""
 
     def __init__(self, key: str, message: str, hint: str | None = None) -> None:
@@ -392,15 +392,15 @@ class Rule:
     only_for_training: bool = False
 
 
-def validate(config: Config, job: Job = "train") -> None:
-    """Raises InvalidConfig for the first violated rule."""
+def validate(config: Config, purpose: Purpose = "train") -> None:
+    """Raises InvalidConfigError for the first violated rule."""
     for rule in RULES:
-        if (job == "train" or not rule.only_for_training) and rule.is_violated(config):
+        if (purpose == "train" or not rule.only_for_training) and rule.is_violated(config):
             hint = None if rule.hint is None else rule.hint.format(c=config)
-            raise InvalidConfig(rule.key, rule.message.format(c=config), hint)
+            raise InvalidConfigError(rule.key, rule.message.format(c=config), hint)
 
 
-def stages_per_rank(parallel: ParallelConfig) -> int:
+def resolve_stages_per_rank(parallel: ParallelConfig) -> int:
     return parallel.stages_per_rank or (2 if parallel.schedule == "interleaved" else 1)
 
 
@@ -529,7 +529,7 @@ RULES = [
         "parallel.stage_layers",
         lambda c: (
             bool(c.parallel.stage_layers)
-            and len(c.parallel.stage_layers) != c.parallel.pp * stages_per_rank(c.parallel)
+            and len(c.parallel.stage_layers) != c.parallel.pp * resolve_stages_per_rank(c.parallel)
         ),
         "parallel.stage_layers {c.parallel.stage_layers} does not have one number per stage",
         "there are parallel.pp {c.parallel.pp} x stages_per_rank stages",

@@ -1,7 +1,7 @@
 """Assigns the samples of an optimizer step to ranks and micro-steps, and documents to rows.
 
 In a micro-step every rank runs one micro-batch, a bin of at most `max_tokens` tokens, and all ranks wait for the
-slowest. So an assignment first minimises the micro-steps, then balances the cost of the bins within each. Every rank
+slowest. So an assignment first minimizes the micro-steps, then balances the cost of the bins within each. Every rank
 computes the whole assignment from the lengths and takes its own micro-batches; nothing is communicated. All costs are
 integers: float sums may round differently on another machine, and ranks that disagree would train on wrong samples.
 """
@@ -68,7 +68,7 @@ def assign_micro_batches(
        If these do not fit, the bins of step 1 stay.
     3. Bins of similar cost share a micro-step.
     """
-    lengths = _check(lengths, max_tokens, num_ranks)
+    lengths = _check_lengths(lengths, max_tokens, num_ranks)
     if not lengths.size:
         return []
     costs = sample_costs(lengths) if costs is None else costs
@@ -103,7 +103,7 @@ def best_fit_rows(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.
     the time depends on the number of distinct lengths: 0.1 s for a million long-tailed documents. Rows are sorted by
     the space that is left, so shuffle them before training.
     """
-    lengths = _check(lengths, row_length, shortest=1)
+    lengths = _check_lengths(lengths, row_length, min_length=1)
     # numpy sorts 16-bit integers by radix, several times faster.
     lengths = lengths.astype(np.uint16) if row_length < 2**16 else lengths
     by_length = np.argsort(lengths, kind="stable")
@@ -200,7 +200,7 @@ def _fastest(candidates: list[MicroSteps], costs: np.ndarray) -> MicroSteps:
 
 
 def _token_balance(micro_steps: MicroSteps, lengths: np.ndarray) -> tuple[int, int]:
-    """The fewest over the most tokens of a rank, in millionths: the mean over micro-steps, and that of the sums.
+    """Two ratios of min to max tokens over the ranks, in millionths: the mean over micro-steps, and of the totals.
 
     In a micro-step only ranks with tokens count.
     """
@@ -214,7 +214,7 @@ def _drop_too_long(
     batch_lengths: Sequence[int] | np.ndarray, max_tokens: int, num_ranks: int, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """All lengths, and the indices of those that fit. Warns about the others."""
-    lengths = _check(batch_lengths, max_tokens, num_ranks, longest=sys.maxsize)
+    lengths = _check_lengths(batch_lengths, max_tokens, num_ranks, max_length=sys.maxsize)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} is not between 0 and {num_ranks - 1}")
     dropped = np.flatnonzero(lengths > max_tokens).tolist()
@@ -227,21 +227,21 @@ def _drop_too_long(
     return lengths, np.flatnonzero(lengths <= max_tokens)
 
 
-def _check(
+def _check_lengths(
     lengths: Sequence[int] | np.ndarray,
     max_tokens: int,
     num_ranks: int = 1,
-    shortest: int = 0,
-    longest: int | None = None,
+    min_length: int = 0,
+    max_length: int | None = None,
 ) -> np.ndarray:
     if max_tokens < 1 or num_ranks < 1:
         raise ValueError(f"{num_ranks} ranks of {max_tokens} tokens: both numbers must be at least 1")
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"lengths must be a flat list of integers, not {array.dtype} of shape {array.shape}")
-    longest = max_tokens if longest is None else longest
-    wrong = np.flatnonzero((array < shortest) | (array > longest))
+    max_length = max_tokens if max_length is None else max_length
+    wrong = np.flatnonzero((array < min_length) | (array > max_length))
     if wrong.size:
-        limit = f"at least {shortest}" if array[wrong[0]] < shortest else f"at most {longest}"
+        limit = f"at least {min_length}" if array[wrong[0]] < min_length else f"at most {max_length}"
         raise ValueError(f"lengths[{wrong[0]}] is {array[wrong[0]]}, but must be {limit}")
     return array.astype(np.int64)

@@ -20,22 +20,22 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples per step, and the limit of a micro-batch: `rows`, or `tokens` if conversations share rows."""
+    """Samples per step, and the limit of a micro-batch: rows, or tokens if conversations share rows."""
 
     global_batch_size: int
-    rows: int | None
-    tokens: int | None
+    micro_batch_rows: int | None
+    micro_batch_tokens: int | None
 
-    def micro_steps(self, samples: np.ndarray, lengths: np.ndarray, dp: int = 1) -> list[list[Rows]]:
+    def assign_micro_steps(self, samples: np.ndarray, lengths: np.ndarray, dp: int = 1) -> list[list[Rows]]:
         """For every micro-step the rows of each rank; no rows for a rank without samples.
 
         `lengths` are those of all samples of the data, not only of this step.
         """
-        if self.tokens is not None:
-            micro_steps = assign_micro_batches(lengths[samples], self.tokens, dp)
-            return [[[[int(samples[i]) for i in each]] if each else [] for each in ranks] for ranks in micro_steps]
-        assert self.rows is not None
-        size = self.rows * dp
+        if self.micro_batch_tokens is not None:
+            micro_steps = assign_micro_batches(lengths[samples], self.micro_batch_tokens, dp)
+            return [[[[int(samples[i]) for i in bin_]] if bin_ else [] for bin_ in ranks] for ranks in micro_steps]
+        assert self.micro_batch_rows is not None
+        size = self.micro_batch_rows * dp
         return [
             [[[int(i)] for i in part] for part in np.array_split(samples[start : start + size], dp)]
             for start in range(0, len(samples), size)
@@ -43,10 +43,10 @@ class BatchSizes:
 
 
 def resolve_batch_sizes(
-    training: TrainingConfig, packed: bool, context_length: int, default_rows: int, dp: int = 1
+    training: TrainingConfig, shares_rows: bool, context_length: int, default_rows: int, dp: int = 1
 ) -> BatchSizes:
-    """Returns the configured sizes and those derived from them. `packed`: several samples share a row."""
-    if packed:
+    """Returns the configured sizes and those derived from them. `shares_rows`: several samples share a row."""
+    if shares_rows:
         return _packed_batch_sizes(training, context_length, dp)
     rows = training.batch_size
     if training.max_tokens_per_gpu is not None:
@@ -64,7 +64,7 @@ def resolve_batch_sizes(
     if total is not None and accumulation is not None:
         rows = _check_accumulation(total, accumulation, rows, dp)
     rows = rows or min(-(-(total or 10**9) // dp), default_rows)
-    return BatchSizes(total or rows * (accumulation or 1) * dp, rows=rows, tokens=None)
+    return BatchSizes(total or rows * (accumulation or 1) * dp, micro_batch_rows=rows, micro_batch_tokens=None)
 
 
 def _check_accumulation(total: int, accumulation: int, rows: int | None, dp: int) -> int:
@@ -99,4 +99,4 @@ def _packed_batch_sizes(training: TrainingConfig, context_length: int, dp: int) 
             f"training.max_tokens_per_gpu {tokens} is less than data.context_length {context_length}",
             "the longest row must fit in a micro-batch",
         )
-    return BatchSizes(training.global_batch_size or 4 * dp, rows=None, tokens=tokens)
+    return BatchSizes(training.global_batch_size or 4 * dp, micro_batch_rows=None, micro_batch_tokens=tokens)

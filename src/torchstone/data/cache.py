@@ -25,14 +25,22 @@ from typing import IO, Any
 
 import numpy as np
 
-from torchstone.atomic import file_lock, fsync, is_locked, replace_folder, temporary_path, write_text
+from torchstone.atomic import (
+    file_lock,
+    fsync,
+    is_locked,
+    read_json_or_empty,
+    replace_folder,
+    temporary_path,
+    write_text,
+)
 from torchstone.data.content_hash import content_hash, file_identity
 from torchstone.data.encode import EncodedChunk, Encoder, EncodingConfig, RowCounts, TokenSequence
 from torchstone.data.formats import ROW_FORMATS, RowFormat, detect_format
 from torchstone.data.sources import (
     BadRow,
     Chunk,
-    Position,
+    ReadPosition,
     content_files,
     count_rows,
     find_files,
@@ -52,8 +60,8 @@ JOURNAL_SECONDS = 2.0
 MIN_POOL_BYTES = 4_000_000
 MAX_DETECTION_ROWS = 1000
 LINES_PER_FILE = 1 << 40
-QUARANTINE = "bad-rows.jsonl"
-FILES = ("ids.bin", "labels.bin", "lengths.bin", "loss_tokens.bin", "origins.bin", QUARANTINE)
+BAD_ROWS_FILE = "bad-rows.jsonl"
+FILES = ("ids.bin", "labels.bin", "lengths.bin", "loss_tokens.bin", "origins.bin", BAD_ROWS_FILE)
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,14 @@ class TokenCache:
         return f"{self.source.files[file]}:{line}"
 
     @property
-    def quarantine(self) -> Path:
-        return self.folder / QUARANTINE
+    def bad_rows_path(self) -> Path:
+        return self.folder / BAD_ROWS_FILE
 
     def check_trainable(self) -> None:
-        """Training on nothing looks like training: it runs, and the loss stays where it was."""
+        """Raises DataError if no token would be trained on.
+
+        Training on nothing looks like training: it runs, and the loss stays where it was.
+        """
         counts = self.counts
         if counts.trained_tokens == 0:
             raise DataError(
@@ -127,7 +138,7 @@ class TokenCache:
             )
 
     def first_bad_row(self) -> BadRow:
-        row = json.loads(self.quarantine.open(encoding="utf-8").readline())
+        row = json.loads(self.bad_rows_path.open(encoding="utf-8").readline())
         return BadRow(Path(row["file"]), row["line"], row["reason"], row["row"], row.get("hint"))
 
 
@@ -210,7 +221,7 @@ class _CacheBuilder:
         self.source, self.encoding, self.options, self.console = source, encoding, options, console
         self.max_rows, self.key, self.final, self.identities = max_rows, key, final, identities
         self.work = temporary_path(final, "partial")
-        self.counts, self.position = RowCounts(), Position()
+        self.counts, self.position = RowCounts(), ReadPosition()
         self.checksums = dict.fromkeys(FILES, 0)
         self.sizes = dict.fromkeys(FILES, 0)
 
@@ -237,19 +248,19 @@ class _CacheBuilder:
         """Removes unfinished builds of an earlier version of the same source."""
         for journal in self.work.parent.glob(".*.partial/journal.json"):
             lock = journal.parent.with_name(f"{journal.parent.name[1:].removesuffix('.partial')}.lock")
-            if _read_json(journal).get("source") == self.source.name and not is_locked(lock):
+            if read_json_or_empty(journal).get("source") == self.source.name and not is_locked(lock):
                 shutil.rmtree(journal.parent)
 
     def _restore_journal(self) -> bool:
         """Returns to the last journal entry and cuts off what was written after it; False if no entry is valid."""
-        journal = _read_json(self.work / "journal.json")
+        journal = read_json_or_empty(self.work / "journal.json")
         sizes = journal.get("sizes", {})
         if journal.get("key") != self.key or any((self.work / n).stat().st_size < size for n, size in sizes.items()):
             return False
         for name, size in sizes.items():
             os.truncate(self.work / name, size)
         self.sizes, self.checksums = sizes, journal["checksums"]
-        self.counts, self.position = RowCounts(**journal["counts"]), Position(*journal["position"])
+        self.counts, self.position = RowCounts(**journal["counts"]), ReadPosition(*journal["position"])
         return True
 
     def _write_chunks(self) -> None:
@@ -315,7 +326,7 @@ class _CacheBuilder:
             {"file": str(chunk.path), "line": b.line, "reason": b.reason, "hint": b.hint, "row": b.raw}
             for b in encoded.bad_rows
         ]
-        contents[QUARANTINE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows).encode()
+        contents[BAD_ROWS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows).encode()
         for name, data in contents.items():
             files[name].write(data)
             self.sizes[name] += len(data)
@@ -359,15 +370,6 @@ class _CacheBuilder:
         replace_folder(self.work, self.final)
         (self.final / "journal.json").unlink(missing_ok=True)
         _record_check(self.final, list(self.checksums))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An unreadable file counts as empty."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _num_cores() -> int:

@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from torchstone.atomic import write_text
+from torchstone.atomic import read_json_or_empty, write_text
 
 SETTLED_SECONDS = 2.0
 
@@ -27,10 +27,9 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     """SHA-256 of the file `path`, cached in `cache_dir`."""
     identity = file_identity(path)
     entry_file = cache_dir / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-    if entry_file.is_file():
-        entry = _read_entry(entry_file)
-        if entry.get("identity") == identity:
-            return str(entry["sha256"])
+    entry = read_json_or_empty(entry_file)
+    if entry.get("identity") == identity:
+        return str(entry["sha256"])
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     is_settled = file_identity(path) == identity and time.time() - identity[-1] / 1e9 > SETTLED_SECONDS
@@ -46,12 +45,3 @@ def _can_write(cache_dir: Path) -> bool:
             return False
         cache_dir.mkdir(parents=True, exist_ok=True)
     return os.access(cache_dir, os.W_OK)
-
-
-def _read_entry(path: Path) -> dict[str, object]:
-    """A damaged entry counts as missing."""
-    try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return entry if isinstance(entry, dict) else {}

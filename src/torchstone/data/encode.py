@@ -17,8 +17,8 @@ import numpy as np
 from torchstone.data.formats import (
     IGNORE_INDEX,
     TEXT_FORMATS,
-    Completion,
     Conversation,
+    PromptCompletion,
     RowFormat,
     check_encodable,
     read_conversation,
@@ -28,8 +28,8 @@ from torchstone.data.formats import (
     select_train_messages,
 )
 from torchstone.data.sources import BadRow, Chunk, Row, parse_rows
-from torchstone.data.template import ChatTemplate, NotPrefixStable, Rendered
-from torchstone.data.word_encoder import WordEncoder, word_encoder
+from torchstone.data.template import ChatTemplate, NotPrefixStableError, RenderedConversation
+from torchstone.data.word_encoder import WordEncoder, build_word_encoder
 from torchstone.errors import DataError, UsageError
 
 MAX_EXAMPLES = 5
@@ -76,7 +76,7 @@ class EncodingConfig:
         return self.row_format not in TEXT_FORMATS
 
     def cache_key(self) -> dict[str, Any]:
-        """The values by their first names: the keys of existing caches and runs depend on them."""
+        """The values by their original names, so that the keys of existing caches stay valid."""
         names = {"row_format": "shape", "max_length": "limit"}
         return {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
 
@@ -218,40 +218,40 @@ class Encoder:
             array = np.array(ids if ids[-1:] == [eos_id] else [*ids, eos_id], dtype=np.int64)
             yield TokenSequence(array, array)
 
-    def _encode_tokens(self, rows: list[Row], tokens: list[Any]) -> Iterable[TokenSequence]:
-        return [TokenSequence(np.array(t.ids, dtype=np.int64), np.array(t.labels, dtype=np.int64)) for t in tokens]
+    def _encode_tokens(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence]:
+        return [TokenSequence(*np.array(ids_and_labels, dtype=np.int64)) for ids_and_labels in values]
 
-    def _read_rendered(self, row: Row) -> Rendered | Completion:
+    def _read_rendered(self, row: Row) -> RenderedConversation | PromptCompletion:
         row_format = self.config.row_format
         value = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
-        if isinstance(value, Completion):
+        if isinstance(value, PromptCompletion):
             return value
         try:
             rendered = self._render(row, value)
             check_encodable(row, rendered.text)
             self._check_tools(row, value, rendered.text)
             return rendered
-        except NotPrefixStable as error:
+        except NotPrefixStableError as error:
             raise row.error(error.message, self._describe_difference(error)) from None
         except BadRow:
             raise
         except DataError as error:
             raise row.error(error.message, error.hint) from None
 
-    def _render(self, row: Row, conversation: Conversation) -> Rendered:
+    def _render(self, row: Row, conversation: Conversation) -> RenderedConversation:
         messages, tools = conversation.messages, conversation.tools
         if self.config.train_on == "all" or conversation.unmask:
-            return self.template.all_trained(messages, tools, except_system=conversation.unmask)
+            return self.template.render_train_on_all(messages, tools, except_system=conversation.unmask)
         trained = select_train_messages(row, conversation, self.config.train_on)
-        return self.template.conversation(messages, trained, tools)
+        return self.template.render_conversation(messages, trained, tools)
 
     def _check_tools(self, row: Row, conversation: Conversation, text: str) -> None:
         """Raises if the template drops the tools silently: then the text is the same without them."""
         messages, tools = conversation.messages, conversation.tools
         plain = [{key: value for key, value in m.items() if key not in TOOL_CALL_KEYS} for m in messages]
         for name, is_present, render_without in (
-            ("tools", tools is not None, lambda: self.template.text(messages, None)),
-            ("tool calls", plain != messages, lambda: self.template.text(plain, tools)),
+            ("tools", tools is not None, lambda: self.template.render_text(messages, None)),
+            ("tool calls", plain != messages, lambda: self.template.render_text(plain, tools)),
         ):
             if is_present and render_without() == text:
                 raise row.error(
@@ -261,15 +261,15 @@ class Encoder:
 
     def _encode_rendered(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence | BadRow]:
         """A rendered conversation already has its special tokens; a prompt with completion gets the tokenizer's own."""
-        texts = [v.prompt + v.completion if isinstance(v, Completion) else v.text for v in values]
+        texts = [v.prompt + v.completion if isinstance(v, PromptCompletion) else v.text for v in values]
         for row, value, (id_list, offsets) in zip(rows, values, self._encode_with_offsets(texts), strict=True):
             ids = np.array(id_list, dtype=np.int64)
-            if isinstance(value, Completion):
+            if isinstance(value, PromptCompletion):
                 start = 0 if value.unmask or self.config.train_on == "all" else len(value.prompt)
                 is_trained = self._loss_mask(offsets, [(start, len(value.prompt) + len(value.completion))])
                 ids, is_trained = self._add_affixes(ids, is_trained)
             else:
-                is_trained = self._loss_mask(offsets, value.trained)
+                is_trained = self._loss_mask(offsets, value.train_spans)
             if is_trained[1:].any():
                 yield TokenSequence(ids, np.where(is_trained, ids, IGNORE_INDEX))
             else:
@@ -332,7 +332,7 @@ class Encoder:
             self.counts.truncated_long += 1
         return usable
 
-    def _describe_difference(self, error: NotPrefixStable) -> str:
+    def _describe_difference(self, error: NotPrefixStableError) -> str:
         """The first token that differs."""
         shorter = self.tokenizer.encode(error.shorter, add_special_tokens=False)
         longer = self.tokenizer.encode(error.longer, add_special_tokens=False)
@@ -355,7 +355,7 @@ class Encoder:
 
     @cached_property
     def _word_encoder(self) -> WordEncoder | None:
-        return word_encoder(self.tokenizer)
+        return build_word_encoder(self.tokenizer)
 
     @cached_property
     def template(self) -> ChatTemplate:

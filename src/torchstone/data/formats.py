@@ -1,4 +1,4 @@
-"""Row formats, recognised by their keys or set with `data.format`.
+"""Row formats, recognized by their keys or set with `data.format`.
 
 A row is read as one of four things: a text, a prompt with its completion, a conversation, or token ids with labels. All
 rows of a data source have one format. Any other row is an error that names its line: mixing formats by accident
@@ -40,15 +40,7 @@ SHAREGPT_ROLES = {
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A pre-tokenized row. `labels` are Transformers': one per id, not shifted, -100 where nothing is learned."""
-
-    ids: list[int]
-    labels: list[int]
-
-
-@dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     """A prompt and the text that must follow it, without a chat template."""
 
     prompt: str
@@ -88,7 +80,7 @@ def read_text(row: Row, row_format: RowFormat) -> str:
     return check_encodable(row, text)
 
 
-def read_prompt(row: Row) -> Completion | Conversation:
+def read_prompt(row: Row) -> PromptCompletion | Conversation:
     """Strings are concatenated as they are; lists of messages are a conversation trained on the completion only."""
     _check_keys(row, "prompt")
     prompt, completion = row.value["prompt"], row.value["completion"]
@@ -103,7 +95,7 @@ def read_prompt(row: Row) -> Completion | Conversation:
             raise row.error(f"{key} is not a string; both prompt and completion are strings, or lists of messages")
     if not completion:
         raise row.error("completion is empty: nothing in this row would be trained on")
-    return Completion(check_encodable(row, prompt), check_encodable(row, completion), _read_unmask(row))
+    return PromptCompletion(check_encodable(row, prompt), check_encodable(row, completion), _read_unmask(row))
 
 
 def read_conversation(row: Row, row_format: RowFormat) -> Conversation:
@@ -113,7 +105,8 @@ def read_conversation(row: Row, row_format: RowFormat) -> Conversation:
     return _read_messages(row, _sharegpt_messages(row) if row_format == "sharegpt" else row.value["messages"])
 
 
-def read_tokens(row: Row, vocab_size: int) -> Tokens:
+def read_tokens(row: Row, vocab_size: int) -> tuple[list[int], list[int]]:
+    """ids, and labels as in Transformers: one per id, not shifted, -100 where nothing is learned."""
     _check_keys(row, "tokens")
     ids = row.value["input_ids"]
     labels = ids if row.value.get("labels") is None else row.value["labels"]
@@ -128,7 +121,7 @@ def read_tokens(row: Row, vocab_size: int) -> Tokens:
     outside += [i for i in labels if i != IGNORE_INDEX and not 0 <= i < vocab_size]
     if outside:
         raise row.error(f"id {outside[0]} is outside the vocabulary of {vocab_size}")
-    return Tokens(ids, labels)
+    return ids, labels
 
 
 def select_train_messages(row: Row, conversation: Conversation, train_on: str) -> list[int]:

@@ -71,7 +71,7 @@ def print_report(report: dict[str, Any], write: Callable[[str], Any], use_color:
         write("\n")
     if len(report["sources"]) > 1:
         write(f"all {len(report['sources'])} sources\n")
-        for line in _table(_count_rows(report["total"])):
+        for line in _table(_count_table(report["total"])):
             write(f"{line}\n")
 
 
@@ -112,7 +112,7 @@ def _source_report(
         "dropped": _dropped(cache, context_length, bad_rows),
         "notes": _notes(cache.counts, context_length),
         "first_bad_rows": bad_rows,
-        "quarantine": str(cache.quarantine),
+        "quarantine": str(cache.bad_rows_path),
         "examples": [_example(cache, index, tokenizer, max_tokens) for index in indices],
     }
 
@@ -161,7 +161,7 @@ def _round_numbers() -> Iterator[int]:
 
 
 def _first_bad_rows(cache: TokenCache) -> list[dict[str, Any]]:
-    with cache.quarantine.open(encoding="utf-8") as file:
+    with cache.bad_rows_path.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in islice(file, MAX_BAD_ROWS_SHOWN)]
     return [{"file": row["file"], "line": row["line"], "reason": row["reason"]} for row in rows]
 
@@ -174,7 +174,7 @@ def _dropped(cache: TokenCache, context_length: int, bad_rows: list[dict[str, An
         (
             counts.bad_rows,
             "rows that cannot be read or trained on; a run stops at the first, or skips them with data.on_bad_row "
-            f"skip. All of them are in {cache.quarantine}",
+            f"skip. All of them are in {cache.bad_rows_path}",
             [f"{row['file']}:{row['line']}: {row['reason']}" for row in bad_rows],
         ),
         (
@@ -315,7 +315,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _summary(source: dict[str, Any]) -> Iterator[str]:
-    yield from _table(_count_rows(source))
+    yield from _table(_count_table(source))
     if source["lengths"]:
         yield f"length in tokens: {_describe_lengths(source['lengths'])}"
     yield from _bars(source["histogram"])
@@ -325,7 +325,7 @@ def _summary(source: dict[str, Any]) -> Iterator[str]:
             yield from (f"    such as {escape(example)}" for example in entry["examples"])
 
 
-def _count_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
+def _count_table(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of the counts to show; most only if they are not zero."""
     trained = f"{figures['trained_tokens']:,}  ({100 * figures['trained_share']:.1f} %)"
     always = [
@@ -393,7 +393,7 @@ td.wide { width: 20rem; } .bar { background: var(--bar); height: .8rem; min-widt
 def _html_total(report: dict[str, Any]) -> str:
     if len(report["sources"]) < 2:
         return ""
-    return f"<h2>All {len(report['sources'])} sources</h2>\n{_html_table(_count_rows(report['total']))}"
+    return f"<h2>All {len(report['sources'])} sources</h2>\n{_html_table(_count_table(report['total']))}"
 
 
 def _html_source(source: dict[str, Any]) -> str:
@@ -401,7 +401,7 @@ def _html_source(source: dict[str, Any]) -> str:
     return (
         f"<h2>{_html_escape(source['name'])}</h2>\n"
         f"<p>{_html_escape(source['shape'])}, {_plural(source['files'], 'file')}</p>\n"
-        f"{_html_table(_count_rows(source))}{lengths}{_html_bars(source['histogram'])}"
+        f"{_html_table(_count_table(source))}{lengths}{_html_bars(source['histogram'])}"
         f"{_html_reasons('Dropped', source['dropped'])}{_html_reasons('Kept', source['notes'])}"
         + "".join(map(_html_example, source["examples"]))
     )

@@ -113,7 +113,7 @@ class RunData:
                 self.pad_id,
                 self.length_multiple,
             )
-            for ranks in self.batch_sizes.micro_steps(indices, samples.lengths, dp)
+            for ranks in self.batch_sizes.assign_micro_steps(indices, samples.lengths, dp)
         ]
         return StepBatch(
             micro_batches,
@@ -225,7 +225,7 @@ def log_counts(cache: TokenCache, console: Console) -> None:
     examples = f", such as {', '.join(counts.examples[:3])}" if counts.examples else ""
     lost = f"{counts.cropped_tokens} tokens lost"
     warnings = {
-        f"are bad and left out; they are in {cache.quarantine}": counts.bad_rows,
+        f"are bad and left out; they are in {cache.bad_rows_path}": counts.bad_rows,
         f"are longer than data.context_length and dropped{examples} (see data.on_long_row)": counts.dropped_long,
         f"are cut to data.context_length{examples}: {lost}": counts.truncated_long,
         f"are split at data.context_length{examples}: {lost}": counts.split_long,
@@ -241,13 +241,13 @@ def log_counts(cache: TokenCache, console: Console) -> None:
 
 def _make_samples(data: DataConfig, cache: TokenCache, indices: np.ndarray) -> Samples:
     if cache.row_format in TEXT_FORMATS and data.packing:
-        layout = StreamSamples if data.text_packing == "stream" else BestFitSamples
-        return layout(cache, indices, data.context_length)
+        samples = StreamSamples if data.text_packing == "stream" else BestFitSamples
+        return samples(cache, indices, data.context_length)
     return SequenceSamples(cache, indices)
 
 
 def _fingerprint(data: DataConfig, caches: list[TokenCache]) -> str:
-    """A hash of the samples and their order: the contents of every source, their layout and their mixture."""
+    """A hash of the samples and their order: the contents of every source, how they are packed and mixed."""
     inputs = [cache.key for cache in caches]
     if data.packing and any(cache.row_format in TEXT_FORMATS for cache in caches):
         inputs.append(data.text_packing)

@@ -8,9 +8,9 @@ weighted sources evenly: it gives the source of each draw, and how many earlier 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 
@@ -21,18 +21,24 @@ FEISTEL_ROUNDS = 6
 WEIGHT_PARTS = 1_000_000
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """`consumed_samples` is the complete state; an epoch is `size` draws."""
 
     size: int
     consumed_samples: int
 
-    def at(self, positions: np.ndarray) -> np.ndarray: ...
+    @abstractmethod
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The samples at these positions of the endless order."""
 
-    def take(self, count: int) -> np.ndarray: ...
+    def take(self, count: int) -> np.ndarray:
+        """The next `count` samples, which may span epochs."""
+        positions = np.arange(self.consumed_samples, self.consumed_samples + count)
+        self.consumed_samples += count
+        return self.at(positions)
 
 
-class InfiniteSampler:
+class InfiniteSampler(Sampler):
     """Draws 0 to size - 1, each once per epoch. Iterating over it never ends."""
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True, consumed_samples: int = 0) -> None:
@@ -53,14 +59,7 @@ class InfiniteSampler:
                 self.consumed_samples += 1
                 yield sample
 
-    def take(self, count: int) -> np.ndarray:
-        """The next `count` samples, which may span epochs."""
-        positions = np.arange(self.consumed_samples, self.consumed_samples + count)
-        self.consumed_samples += count
-        return self.at(positions)
-
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at these positions of the endless order."""
         epochs, indices = np.divmod(positions, self.size)
         if not self.shuffle or self.size == 1:
             return indices
@@ -80,7 +79,7 @@ class InfiniteSampler:
         return self._order[indices]
 
 
-class MixedSampler:
+class MixedSampler(Sampler):
     """Several sources by weight: in any range of draws each has its share, within one sample per source.
 
     Samples are numbered consecutively over the sources. A source that runs out starts its next epoch, in a new order.
@@ -98,23 +97,18 @@ class MixedSampler:
         self.weights = [max(1, round(Fraction(str(weight)) / total * WEIGHT_PARTS)) for weight in weights]
         self.size, self.consumed_samples = sum(sizes), consumed_samples
         # Every source has its own seed; the first source uses the seed of an unmixed run.
-        self.sources = [InfiniteSampler(size, seed + (n << 40), shuffle) for n, size in enumerate(sizes)]
+        self.samplers = [InfiniteSampler(size, seed + (n << 40), shuffle) for n, size in enumerate(sizes)]
         self.starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
-
-    def take(self, count: int) -> np.ndarray:
-        positions = np.arange(self.consumed_samples, self.consumed_samples + count)
-        self.consumed_samples += count
-        return self.at(positions)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Each source takes its share of the draws that earlier sources left, evenly spread."""
         samples = np.empty_like(positions)
         remaining, counts = np.arange(len(positions)), positions.astype(np.int64)
-        for number, (source, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
+        for number, (sampler, weight) in enumerate(zip(self.samplers, self.weights, strict=True)):
             total = sum(self.weights[number:])
             before, after = (counts * weight + total // 2) // total, ((counts + 1) * weight + total // 2) // total
             is_own = after > before
-            samples[remaining[is_own]] = source.at(before[is_own]) + self.starts[number]
+            samples[remaining[is_own]] = sampler.at(before[is_own]) + self.starts[number]
             remaining, counts = remaining[~is_own], (counts - before)[~is_own]
         return samples
 

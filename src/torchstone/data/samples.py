@@ -1,6 +1,6 @@
 """The samples that a sampler draws: conversations as they are, or text laid out in rows of one length.
 
-A sample is a list of sequences that share a row. Packed text has two layouts:
+A sample is a list of sequences that share a row. Text is packed in one of two ways:
 
 - stream: documents one after another, cut every `context_length` tokens. Nothing is dropped or padded, except in the
   last row; but most rows start in the middle of a document;
@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -26,18 +26,20 @@ from torchstone.data.encode import TokenSequence
 from torchstone.errors import DataError
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """`lengths` and `loss_tokens` of all samples are known without reading them: steps are planned from them."""
 
     lengths: np.ndarray
     loss_tokens: np.ndarray
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.lengths)
 
+    @abstractmethod
     def get(self, index: int) -> list[TokenSequence]: ...
 
 
-class SequenceSamples:
+class SequenceSamples(Samples):
     """One sequence of the cache per sample. `indices` selects the sequences."""
 
     def __init__(self, cache: TokenCache, indices: np.ndarray) -> None:
@@ -45,14 +47,11 @@ class SequenceSamples:
         self.lengths = cache.lengths[indices].astype(np.int64)
         self.loss_tokens = cache.loss_tokens[indices].astype(np.int64)
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def get(self, index: int) -> list[TokenSequence]:
         return [self.cache.sequence(int(self.indices[index]))]
 
 
-class StreamSamples:
+class StreamSamples(Samples):
     """Rows of `row_length` tokens cut from the concatenated documents `indices`."""
 
     def __init__(self, cache: TokenCache, indices: np.ndarray, row_length: int) -> None:
@@ -60,14 +59,11 @@ class StreamSamples:
         self.ends = np.cumsum(cache.lengths[indices], dtype=np.int64)
         total = int(self.ends[-1]) if len(self.ends) else 0
         starts = np.arange(0, total, row_length)
-        self.lengths: np.ndarray = np.diff(np.append(starts, total))
+        self.lengths = np.diff(np.append(starts, total))
         # Every piece of a document in a row starts with a token that nothing predicts.
         self._first = np.searchsorted(self.ends, starts, side="right")
         self._last = np.searchsorted(self.ends, starts + self.lengths - 1, side="right")
-        self.loss_tokens: np.ndarray = self.lengths - (self._last - self._first + 1)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        self.loss_tokens = self.lengths - (self._last - self._first + 1)
 
     def get(self, index: int) -> list[TokenSequence]:
         start = index * self.row_length
@@ -81,35 +77,29 @@ class StreamSamples:
         return sequences
 
 
-class BestFitSamples:
-    """Rows of at most `row_length` tokens of complete documents. The layout takes seconds and is cached on disk."""
+class BestFitSamples(Samples):
+    """Rows of at most `row_length` tokens of complete documents. Packing takes seconds and is cached on disk."""
 
     def __init__(self, cache: TokenCache, indices: np.ndarray, row_length: int) -> None:
         self.cache = cache
-        order, self.offsets = _best_fit_layout(cache, indices, row_length)
+        order, self.offsets = _best_fit_packing(cache, indices, row_length)
         self.documents = indices[order]
-        self.lengths: np.ndarray = _segment_sums(cache.lengths[self.documents], self.offsets)
-        self.loss_tokens: np.ndarray = _segment_sums(cache.loss_tokens[self.documents], self.offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+        self.lengths = _segment_sums(cache.lengths[self.documents], self.offsets)
+        self.loss_tokens = _segment_sums(cache.loss_tokens[self.documents], self.offsets)
 
     def get(self, index: int) -> list[TokenSequence]:
         row = self.documents[self.offsets[index] : self.offsets[index + 1]]
         return [self.cache.sequence(int(document)) for document in row]
 
 
-class ConcatSamples:
+class ConcatSamples(Samples):
     """The samples of several sources, numbered consecutively."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = parts
         self.ends = np.cumsum([len(part) for part in parts])
-        self.lengths: np.ndarray = np.concatenate([part.lengths for part in parts])
-        self.loss_tokens: np.ndarray = np.concatenate([part.loss_tokens for part in parts])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+        self.lengths = np.concatenate([part.lengths for part in parts])
+        self.loss_tokens = np.concatenate([part.loss_tokens for part in parts])
 
     def get(self, index: int) -> list[TokenSequence]:
         number = int(np.searchsorted(self.ends, index, side="right"))
@@ -142,17 +132,17 @@ def split_validation(origins: np.ndarray, share: float, seed: int) -> tuple[np.n
     return indices[~is_validation[row_of]], indices[is_validation[row_of]]
 
 
-def _best_fit_layout(cache: TokenCache, indices: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+def _best_fit_packing(cache: TokenCache, indices: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
     name = hashlib.sha256(indices.tobytes()).hexdigest()[:16]
     path = cache.folder / f"rows-{row_length}-{name}.npy"
-    layout = _load_layout(path)
-    if layout is None and os.access(cache.folder, os.W_OK):
+    packing = _load_packing(path)
+    if packing is None and os.access(cache.folder, os.W_OK):
         with file_lock(cache.folder / f"{path.stem}.lock"):
-            layout = _load_layout(path)
-            if layout is None:
-                _save_layout(path, *_sort_rows(*best_fit_rows(cache.lengths[indices].astype(np.int64), row_length)))
-                layout = _load_layout(path)
-    return layout or _sort_rows(*best_fit_rows(cache.lengths[indices].astype(np.int64), row_length))
+            packing = _load_packing(path)
+            if packing is None:
+                _save_packing(path, *_sort_rows(*best_fit_rows(cache.lengths[indices].astype(np.int64), row_length)))
+                packing = _load_packing(path)
+    return packing or _sort_rows(*best_fit_rows(cache.lengths[indices].astype(np.int64), row_length))
 
 
 def _sort_rows(order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +153,7 @@ def _sort_rows(order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.n
     return order[np.repeat(offsets[by_first] - ends[:-1], sizes) + np.arange(len(order))], ends
 
 
-def _load_layout(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
+def _load_packing(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """Order and offsets from [number of documents, checksum, order, offsets]; None if missing or damaged."""
     if not path.is_file():
         return None
@@ -175,7 +165,7 @@ def _load_layout(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
     return (array[2 : 2 + array[0]], array[2 + array[0] :]) if is_intact else None
 
 
-def _save_layout(path: Path, order: np.ndarray, offsets: np.ndarray) -> None:
+def _save_packing(path: Path, order: np.ndarray, offsets: np.ndarray) -> None:
     both = np.concatenate([order, offsets]).astype(np.int64)
     temporary = path.with_suffix(f".{os.getpid()}.partial")
     with temporary.open("wb") as file:

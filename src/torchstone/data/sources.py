@@ -41,7 +41,7 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class BadRow(DataError):
-    """A row that cannot be trained on: where it is, why, and its raw text for the quarantine file."""
+    """A row that cannot be trained on: where it is, why, and its raw text for bad-rows.jsonl."""
 
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
         shown = raw.strip()
@@ -62,7 +62,7 @@ class Row:
         return BadRow(self.path, self.line, reason, json.dumps(self.value, default=str), hint)
 
 
-class Position(NamedTuple):
+class ReadPosition(NamedTuple):
     """The end of a chunk: the index of its file, the bytes or rows of the file before it, and the next line."""
 
     file: int = 0
@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
     first_line: int
     payload: bytes
     num_rows: int | None
-    end: Position
+    end: ReadPosition
     bytes_done: int
 
 
@@ -106,11 +106,11 @@ def find_files(name: str) -> list[Path]:
     )
 
 
-def read_chunks(files: list[Path], start: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
+def read_chunks(files: list[Path], start: ReadPosition = ReadPosition()) -> Iterator[Chunk]:  # noqa: B008
     """All chunks of `files` from `start` on, in order."""
     for index in range(start.file, len(files)):
         path = files[index]
-        position = start if index == start.file else Position(index)
+        position = start if index == start.file else ReadPosition(index)
         if path.is_dir():
             yield from _datasets_chunks(path, position)
         elif path.suffix == ".parquet":
@@ -177,7 +177,7 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
-def _line_chunks(path: Path, start: Position) -> Iterator[Chunk]:
+def _line_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     """Seeks in a plain file; reads a compressed one again up to `start`, which is fast."""
     line, offset = start.line, start.offset
     with path.open("rb") as raw:
@@ -186,17 +186,17 @@ def _line_chunks(path: Path, start: Position) -> Iterator[Chunk]:
             _skip(stream, offset)
             while payload := _read_whole_lines(stream):
                 first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
-                yield Chunk("lines", path, first, payload, None, Position(start.file, offset, line), raw.tell())
+                yield Chunk("lines", path, first, payload, None, ReadPosition(start.file, offset, line), raw.tell())
         except DECOMPRESSION_ERRORS as error:
             raise _damaged_file(path, line - 1, error) from None
 
 
-def _array_chunks(path: Path, start: Position) -> Iterator[Chunk]:
+def _array_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     """The elements of a JSON array as lines. Resuming reads the file again up to `start`."""
     number, lines = 0, list[bytes]()
 
     def chunk() -> Chunk:
-        end = Position(start.file, number, number + 1)
+        end = ReadPosition(start.file, number, number + 1)
         return Chunk("lines", path, number - len(lines) + 1, b"\n".join(lines), None, end, raw.tell())
 
     with path.open("rb") as raw:
@@ -307,7 +307,7 @@ def _parse_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
 _JSON_TYPES = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
 
 
-def _parquet_chunks(path: Path, start: Position) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -329,7 +329,7 @@ def _parquet_chunks(path: Path, start: Position) -> Iterator[Chunk]:
                 first, row = row, row + len(batch)
                 if first < start.offset:
                     continue
-                end = Position(start.file, row, row + 1)
+                end = ReadPosition(start.file, row, row + 1)
                 payload = _arrow_bytes(pa.Table.from_batches([batch]))
                 yield Chunk("arrow", path, first + 1, payload, len(batch), end, file_size * row // total_rows)
         except (pa.ArrowException, OSError) as error:
@@ -349,7 +349,7 @@ def _datasets_split(path: Path) -> Path:
     raise UsageError(f"{path} has no split named train", f"use one of {', '.join(str(path / s) for s in splits)}")
 
 
-def _datasets_chunks(path: Path, start: Position) -> Iterator[Chunk]:
+def _datasets_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     try:
         import datasets
     except ImportError:
@@ -365,7 +365,7 @@ def _datasets_chunks(path: Path, start: Position) -> Iterator[Chunk]:
     size = size_on_disk(path)
     for first in range(start.offset, len(table), CHUNK_ROWS):
         part = table[first : first + CHUNK_ROWS]
-        end = Position(start.file, first + len(part), first + len(part) + 1)
+        end = ReadPosition(start.file, first + len(part), first + len(part) + 1)
         yield Chunk("arrow", path, first + 1, _arrow_bytes(part), len(part), end, size * end.offset // len(table))
 
 

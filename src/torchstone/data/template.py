@@ -64,14 +64,14 @@ class GenerationTag(Extension):
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedConversation:
     """The text of a conversation and the spans to train on, [start, end) in characters."""
 
     text: str
-    trained: list[tuple[int, int]]
+    train_spans: list[tuple[int, int]]
 
 
-class NotPrefixStable(DataError):
+class NotPrefixStableError(DataError):
     """`longer` does not start with `shorter`."""
 
     def __init__(self, index: int, shorter: str, longer: str, is_prompt: bool = False) -> None:
@@ -98,35 +98,35 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template is invalid: {error}") from None
 
-    def text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+    def render_text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         with _time_limit(TIME_LIMIT):
             return self._render(messages, tools)
 
-    def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+    def render_prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         """What the model reads before it answers: the messages and the generation prompt."""
         with _time_limit(TIME_LIMIT):
             return self._render(messages, tools, add_generation_prompt=True)
 
-    def conversation(
+    def render_conversation(
         self, messages: Sequence[Message], trained: Sequence[int] | None = None, tools: list[Any] | None = None
-    ) -> Rendered:
+    ) -> RenderedConversation:
         """Renders a conversation to train on the messages `trained` (by default the assistant's) and their ends."""
         if trained is None:
             trained = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         with _time_limit(TIME_LIMIT):
             text = self._render(messages, tools)
-            return Rendered(text, [self._span(messages, index, tools, text) for index in trained])
+            return RenderedConversation(text, [self._span(messages, index, tools, text) for index in trained])
 
-    def all_trained(
+    def render_train_on_all(
         self, messages: Sequence[Message], tools: list[Any] | None = None, except_system: bool = False
-    ) -> Rendered:
+    ) -> RenderedConversation:
         """Renders a conversation to train on all of it, or on everything after the system message."""
         with _time_limit(TIME_LIMIT):
             text = self._render(messages, tools)
             start = 0
             if except_system and messages[0]["role"] == "system" and len(messages) > 1:
                 start = len(_check_prefix(0, self._render(messages[:1], tools), text))
-            return Rendered(text, [(start, len(text))])
+            return RenderedConversation(text, [(start, len(text))])
 
     def _span(self, messages: Sequence[Message], index: int, tools: list[Any] | None, text: str) -> tuple[int, int]:
         """The characters of a message in `text`: from the first one the model must write to the end of its turn."""
@@ -196,7 +196,7 @@ def _raise_timeout(number: int, frame: Any) -> None:
 
 def _check_prefix(index: int, shorter: str, longer: str, is_prompt: bool = False) -> str:
     if not longer.startswith(shorter):
-        raise NotPrefixStable(index, shorter, longer, is_prompt)
+        raise NotPrefixStableError(index, shorter, longer, is_prompt)
     return shorter
 
 

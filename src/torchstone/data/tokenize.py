@@ -48,8 +48,8 @@ class Tokenizer:
         ids = set() if self.hf.eos_token_id is None else {self.hf.eos_token_id}
         if self.hf.chat_template:
             messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            rendered = self.template.conversation(messages)
-            answer = rendered.text[slice(*rendered.trained[0])]
+            rendered = self.template.render_conversation(messages)
+            answer = rendered.text[slice(*rendered.train_spans[0])]
             special = [i for i in self.encode(answer.partition("b")[2]) if i in self.hf.all_special_ids]
             ids.update(special[:1])
         return sorted(ids)

@@ -19,8 +19,8 @@ from torchstone.atomic import new_folder
 from torchstone.data.cache import DataSource, open_source
 from torchstone.data.formats import (
     TEXT_FORMATS,
-    Completion,
     Message,
+    PromptCompletion,
     RowFormat,
     read_conversation,
     read_prompt,
@@ -28,7 +28,7 @@ from torchstone.data.formats import (
 )
 from torchstone.data.sources import BadRow, Row, parse_rows, read_chunks, size_on_disk
 from torchstone.data.template import ChatTemplate, load_template
-from torchstone.data.word_encoder import CL100K, GPT2, O200K, QWEN2, word_encoder
+from torchstone.data.word_encoder import CL100K, GPT2, O200K, QWEN2, build_word_encoder
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
@@ -78,11 +78,11 @@ def train_tokenizer(
         "measured": {
             "vocab_size": size,
             "special_tokens": {token: hf.convert_tokens_to_ids(token) for token in tokens},
-            "texts": reader.texts,
-            "bytes": reader.bytes,
+            "texts": reader.num_texts,
+            "bytes": reader.num_bytes,
             **_verify(hf, reader.sample.texts),
         },
-        "bad_rows": reader.bad_rows,
+        "bad_rows": reader.num_bad_rows,
         "first_bad_rows": reader.first_bad_rows,
         "notes": [],
     }
@@ -152,7 +152,7 @@ def _template_tokens(template: str | None) -> list[str]:
     for messages in ([user, answer], [{"role": "system", "content": "d"}, user, answer], [user, answer, tool]):
         # Not every template takes every role.
         with suppress(DataError):
-            texts.append(chat_template.prompt(messages))
+            texts.append(chat_template.render_prompt(messages))
     return [token for text in texts for token in re.findall(r"<\|\w+\|>", text)]
 
 
@@ -181,9 +181,9 @@ class _TextReader:
     max_bytes: int | None
     stop_on_bad_row: bool
     console: Console
-    texts: int = 0
-    bytes: int = 0
-    bad_rows: int = 0
+    num_texts: int = 0
+    num_bytes: int = 0
+    num_bad_rows: int = 0
     first_bad_rows: list[dict[str, Any]] = field(default_factory=list)
     sample: _TextSample = field(default_factory=_TextSample)
     bytes_done: list[int] = field(default_factory=list)
@@ -197,13 +197,13 @@ class _TextReader:
         with self.console.progress("reading text", total) as progress:
             for text in self._read_in_turn():
                 batch.append(text)
-                if self.bytes >= next_batch:
+                if self.num_bytes >= next_batch:
                     yield batch
-                    batch, next_batch = [], self.bytes + BATCH_BYTES
-                    progress(sum(self.bytes_done), f"{self.texts:,} texts")
+                    batch, next_batch = [], self.num_bytes + BATCH_BYTES
+                    progress(sum(self.bytes_done), f"{self.num_texts:,} texts")
         if batch:
             yield batch
-        self.console.info(f"read {self.texts:,} texts, {self.bytes / 1e6:,.1f} MB; merging pairs of tokens")
+        self.console.info(f"read {self.num_texts:,} texts, {self.num_bytes / 1e6:,.1f} MB; merging pairs of tokens")
 
     def _read_in_turn(self) -> Iterator[str]:
         readers = [self._read_source(number, source) for number, source in enumerate(self.sources)]
@@ -214,10 +214,10 @@ class _TextReader:
                     readers.remove(reader)
                     continue
                 for text in texts:
-                    if self.max_bytes is not None and self.bytes >= self.max_bytes:
+                    if self.max_bytes is not None and self.num_bytes >= self.max_bytes:
                         return
-                    self.texts += 1
-                    self.bytes += len(text.encode())
+                    self.num_texts += 1
+                    self.num_bytes += len(text.encode())
                     self.sample.add(text)
                     yield text
 
@@ -239,7 +239,7 @@ class _TextReader:
             self.bytes_done[number] = file_starts[chunk.end.file] + chunk.bytes_done
 
     def _count_bad_row(self, bad: BadRow) -> None:
-        self.bad_rows += 1
+        self.num_bad_rows += 1
         if len(self.first_bad_rows) < MAX_BAD_ROWS_SHOWN:
             self.first_bad_rows.append({"file": str(bad.path), "line": bad.line, "reason": bad.reason})
 
@@ -249,7 +249,7 @@ def _row_texts(row: Row, row_format: RowFormat) -> list[str]:
     if row_format in TEXT_FORMATS:
         return [read_text(row, row_format)]
     value = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
-    if isinstance(value, Completion):
+    if isinstance(value, PromptCompletion):
         return [value.prompt + value.completion]
     return [message["content"] for message in value.messages if message.get("content")]
 
@@ -273,7 +273,7 @@ def _train_bpe(reader: _TextReader, vocab_size: int, tokens: list[str], pattern:
         show_progress=False,
     )
     backend.train_from_iterator(reader.batches(), trainer)
-    if not reader.texts:
+    if not reader.num_texts:
         raise DataError(f"{', '.join(source.name for source in reader.sources)}: there is no text")
     return backend
 
@@ -294,7 +294,7 @@ def _to_transformers(backend: Any, tokens: list[str], template: str | None) -> A
 def _verify(hf: Any, texts: list[str]) -> dict[str, Any]:
     """Checks that every text decodes exactly; returns the bytes per token."""
     backend = hf.backend_tokenizer
-    if word_encoder(backend) is None:
+    if build_word_encoder(backend) is None:
         raise RuntimeError("the word encoder does not support the new tokenizer")
     size, count = 0, 0
     for text in texts:

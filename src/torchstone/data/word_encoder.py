@@ -59,8 +59,8 @@ class WordEncoder:
 
     def __init__(self, tokenizer: Any, pattern: str, special: dict[str, int], unsupported: list[str]) -> None:
         self._tokenizer = tokenizer
-        self._words = regex.compile(pattern)
-        self._ascii_words = re.compile(_ascii_pattern(pattern))
+        self._word_pattern = regex.compile(pattern)
+        self._ascii_word_pattern = re.compile(_ascii_pattern(pattern))
         self._special = special
         self._special_pattern, self._unsupported_pattern = _any_of(list(special)), _any_of(unsupported)
         self._cache: dict[str, list[int]] = {token: [i] for token, i in special.items()}
@@ -115,7 +115,7 @@ class WordEncoder:
             return None
         if self._unsupported_pattern is not None and self._unsupported_pattern.search(text):
             return None
-        find = (self._ascii_words if text.isascii() else self._words).findall
+        find = (self._ascii_word_pattern if text.isascii() else self._word_pattern).findall
         special = self._special_pattern
         if special is None or special.search(text) is None:
             return find(text)
@@ -129,7 +129,7 @@ class WordEncoder:
         return len(single) == len(words)
 
 
-def word_encoder(tokenizer: Any) -> WordEncoder | None:
+def build_word_encoder(tokenizer: Any) -> WordEncoder | None:
     """A word encoder for a byte-level BPE with one of the patterns above; None for any other tokenizer."""
     from tokenizers.pre_tokenizers import ByteLevel
 

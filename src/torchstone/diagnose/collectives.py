@@ -1,7 +1,7 @@
 """Checks the collectives between all ranks: are the values right, how fast are they, which ranks do not answer?
 
-A second thread runs each step while the main thread waits for `limit` seconds, because a call can hang forever: NCCL
-sets up its connections without a time limit. When a step does not end or fails, all ranks that still run send each
+A second thread runs each check while the main thread waits for `limit` seconds, because a call can hang forever: NCCL
+sets up its connections without a time limit. When a check does not end or fails, all ranks that still run send each
 other a message over gloo, and each reports the ranks that sent none (docs/decisions/027-a-short-doctor.md).
 
 It takes a few seconds and six buffers of the largest size. After an error the thread may still hang in a collective,
@@ -30,7 +30,7 @@ from torch import Tensor
 from torchstone.errors import NumericalError, OutOfMemoryError, TorchstoneError, WorkerError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
-# Bus bandwidth over algorithm bandwidth, times n / (n - 1), as nccl-tests define it; 1 for the others.
+# Bus bandwidth = algorithm bandwidth x factor x (n - 1) / n, as in nccl-tests; for the others they are equal.
 BUS_FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 LATENCY_BYTES = 8
 SIZES = {"cpu": (2**16, 2**20, 2**24, 2**26), "cuda": (2**16, 2**20, 2**24, 2**28)}
@@ -92,8 +92,8 @@ def measure(
         check = CollectiveCheck(device, limit, thread)
         if device.type == "cuda":
             # A new thread starts on the first GPU.
-            check.run_step("torch.cuda.set_device", torch.cuda.set_device, device)
-        check.run_step("the exchange of host names", dist.all_gather_object, hosts, socket.gethostname())
+            check.run_check("torch.cuda.set_device", torch.cuda.set_device, device)
+        check.run_check("the exchange of host names", dist.all_gather_object, hosts, socket.gethostname())
         check.names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
         for name in COLLECTIVES if n > 1 else COLLECTIVES[:-1]:
             log(f"checking {name}")
@@ -101,14 +101,14 @@ def measure(
             measured += rows
             if len(rows) <= len(sizes):
                 log(f"skipped {name} above {format_bytes(rows[-1].bytes)} to stay within the time budget")
-        measured.append(Measurement("barrier", 0, *check.run_step("barrier", check.check_barrier)))
-        check.run_step("the exchange of results", dist.all_gather_object, wrong, check.wrong)
+        measured.append(Measurement("barrier", 0, *check.run_check("barrier", check.check_barrier)))
+        check.run_check("the exchange of results", dist.all_gather_object, wrong, check.wrong)
     backend = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))[device.type]
     return Report(not any(wrong), backend, device.type, n, hosts, [*dict.fromkeys(chain(*wrong))], measured)
 
 
 class CollectiveCheck:
-    """The steps of a check. `wrong` has a line for each step that gave this rank wrong values."""
+    """The checks of one rank. `wrong` has a line for each that gave this rank wrong values."""
 
     def __init__(self, device: torch.device, limit: float, thread: ThreadPool) -> None:
         self.device, self.limit, self.thread = device, limit, thread
@@ -116,7 +116,7 @@ class CollectiveCheck:
         self.names = [f"rank {rank}" for rank in range(self.world_size)]
         self.wrong: list[str] = []
 
-    def run_step(self, step: str, function: Callable[..., Any], *args: Any) -> Any:
+    def run_check(self, title: str, function: Callable[..., Any], *args: Any) -> Any:
         """Returns `function(*args)`, or raises an error that names the silent ranks."""
         deadline = time.monotonic() + self.limit
         try:
@@ -124,14 +124,14 @@ class CollectiveCheck:
         except multiprocessing.TimeoutError:
             reason = f"did not end within {self.limit:g} s"
         except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{self.names[self.rank]} has no memory for {step}") from error
+            raise OutOfMemoryError(f"{self.names[self.rank]} has no memory for {title}") from error
         except RuntimeError as error:
             reason = f"failed: {str(error).partition(chr(10))[0]}"
-        # Another rank may be stuck in the step until its own limit, and answers only then.
+        # Another rank may be stuck in the check until its own limit, and answers only then.
         silent = find_silent_ranks(max(0.0, deadline - time.monotonic()) + GRACE)
         names = ", ".join(self.names[rank] for rank in silent)
         who = f"no answer from {names}" if silent else f"all {self.world_size} ranks answer over gloo"
-        raise WorkerError(f"{step} {reason}; {who}", NETWORK_HINT)
+        raise WorkerError(f"{title} {reason}; {who}", NETWORK_HINT)
 
     def measure_collective(self, name: str, sizes: Sequence[int]) -> Iterator[Measurement]:
         n = self.world_size
@@ -139,15 +139,15 @@ class CollectiveCheck:
         for min_bytes in (LATENCY_BYTES, *sizes):
             # fp32 elements that divide into equal shards.
             numel = -(-min_bytes // (4 * n)) * n
-            step = f"{name} of {format_bytes(4 * numel)}"
-            calls, seconds = self.run_step(step, self.check_and_time, step, name, numel)
+            title = f"{name} of {format_bytes(4 * numel)}"
+            calls, seconds = self.run_check(title, self.check_and_time, title, name, numel)
             bandwidth = None if min_bytes == LATENCY_BYTES else 4 * numel / seconds
             yield Measurement(name, 4 * numel, calls, seconds, bandwidth, bandwidth and bandwidth * bus_factor)
             # All ranks have the same figures, so they leave out the same sizes.
             if seconds > MAX_SECONDS:
                 return
 
-    def check_and_time(self, step: str, name: str, numel: int) -> tuple[int, float]:
+    def check_and_time(self, title: str, name: str, numel: int) -> tuple[int, float]:
         """Two rounds: the first one warms up, and determines how many calls the second one times."""
         calls, seconds = 1, MAX_SECONDS
         for _ in range(2):
@@ -157,7 +157,7 @@ class CollectiveCheck:
                 places = (output != expected).nonzero().flatten()
                 first = int(places[0])
                 self.wrong.append(
-                    f"{step}, {self.names[self.rank]}: {len(places)} of {len(expected)} elements are wrong, "
+                    f"{title}, {self.names[self.rank]}: {len(places)} of {len(expected)} elements are wrong, "
                     f"the first at {first}: {float(output[first]):g} instead of {float(expected[first]):g}"
                 )
             calls = max(1, min(MAX_CALLS, int(MAX_SECONDS / seconds)))
@@ -172,18 +172,22 @@ class CollectiveCheck:
         n, shard = self.world_size, numel // self.world_size
         left, right = (self.rank - 1) % n, (self.rank + 1) % n
         pattern = torch.arange(1.0, 8.0, device=self.device).repeat(numel // 7 + 1)[:numel]
-        source, output = pattern * (self.rank + 1), torch.full_like(pattern, -1.0)
+        tensor, output = pattern * (self.rank + 1), torch.full_like(pattern, -1.0)
         total = pattern * (n * (n + 1) // 2)
         gathered = torch.cat([pattern[:shard] * (rank + 1) for rank in range(n)])
         # Torch 2.13 deprecates the second name of each.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return {
-            "all_reduce": (partial(dist.all_reduce, source), source, total),
-            "all_gather": (partial(gather, output, source[:shard]), output, gathered),
-            "reduce_scatter": (partial(scatter, output[:shard], source), output[:shard], total.chunk(n)[self.rank]),
-            "broadcast": (partial(dist.broadcast, source, 0), source, pattern),
-            "send_recv": (partial(exchange, source, output, right, left), output, pattern * (left + 1)),
+            "all_reduce": (partial(dist.all_reduce, tensor), tensor, total),
+            "all_gather": (partial(all_gather, output, tensor[:shard]), output, gathered),
+            "reduce_scatter": (
+                partial(reduce_scatter, output[:shard], tensor),
+                output[:shard],
+                total.chunk(n)[self.rank],
+            ),
+            "broadcast": (partial(dist.broadcast, tensor, 0), tensor, pattern),
+            "send_recv": (partial(exchange, tensor, output, right, left), output, pattern * (left + 1)),
         }[name]
 
     def check_barrier(self) -> tuple[int, float]:
@@ -251,9 +255,9 @@ def as_text(report: Report) -> str:
     return "\n".join([*lines, f"collectives: {'ok' if report.ok else 'failed'}, {ranks}{hosts}"]) + "\n"
 
 
-def exchange(source: Tensor, output: Tensor, destination: int, origin: int) -> None:
+def exchange(tensor: Tensor, output: Tensor, dst: int, src: int) -> None:
     # In one batch: on NCCL a lone send waits for a receive that the peer issues after its own send.
-    send, receive = dist.P2POp(dist.isend, source, destination), dist.P2POp(dist.irecv, output, origin)
+    send, receive = dist.P2POp(dist.isend, tensor, dst), dist.P2POp(dist.irecv, output, src)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 

@@ -19,10 +19,10 @@ from torchstone.errors import UsageError
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, with the number of nvidia-smi; utilisation in percent, memory in bytes."""
+    """A GPU, with the index of nvidia-smi; utilization in percent, memory in bytes."""
 
-    number: int
-    utilisation: int
+    index: int
+    utilization: int
     memory_used: int
     memory_total: int
     name: str
@@ -79,7 +79,7 @@ def filter_visible(gpus: Sequence[Gpu], allowed: str | None) -> list[Gpu]:
 def choose(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     """The GPUs that `--gpus` asks for: `all`, numbers (`0,3`), or the least loaded (`auto`, `auto:2`).
 
-    Load is utilisation, then memory in use, then the number. The least loaded GPUs are sorted by number.
+    Load is utilization, then memory in use, then the number. The least loaded GPUs are sorted by number.
     """
     spec = spec.strip()
     if not gpus:
@@ -90,43 +90,43 @@ def choose(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     if spec == "all":
         return list(gpus)
     if spec == "auto" or spec.startswith("auto:"):
-        by_load = sorted(gpus, key=lambda gpu: (gpu.utilisation, gpu.memory_used, gpu.number))
-        return sorted(by_load[: _auto_count(spec, gpus)], key=lambda gpu: gpu.number)
+        by_load = sorted(gpus, key=lambda gpu: (gpu.utilization, gpu.memory_used, gpu.index))
+        return sorted(by_load[: _auto_count(spec, gpus)], key=lambda gpu: gpu.index)
     return _choose_numbers(spec, gpus)
 
 
 def worker_environment(gpu: Gpu) -> dict[str, str]:
-    """Variables that make this the only GPU of a process, and its number the label of the log lines.
+    """Returns variables that make this the only GPU of a process, and its index the label of the log lines.
 
-    CUDA_DEVICE_ORDER is overwritten, because the number is only right in the order of nvidia-smi.
+    CUDA_DEVICE_ORDER is overwritten, because the index is only right in the order of nvidia-smi.
     """
     return {
-        "CUDA_VISIBLE_DEVICES": str(gpu.number),
+        "CUDA_VISIBLE_DEVICES": str(gpu.index),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "GPU_RANK": str(gpu.number),
+        "GPU_RANK": str(gpu.index),
     }
 
 
 def format_gpus(gpus: Sequence[Gpu]) -> str:
     """For a message: `GPU 0`, `GPUs 0, 1, 3`."""
-    numbers = ", ".join(str(number) for number in sorted(gpu.number for gpu in gpus))
+    numbers = ", ".join(str(number) for number in sorted(gpu.index for gpu in gpus))
     return f"GPUs {numbers}" if len(gpus) > 1 else f"GPU {numbers}"
 
 
 def _read_gpu(pynvml: Any, number: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
     try:
-        utilisation = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        utilization = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError_NotSupported:
         # A GPU of unknown load counts as busy. If all are unknown, memory decides.
-        utilisation = 100
+        utilization = 100
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         used, total = int(memory.used), int(memory.total)
     except pynvml.NVMLError_NotSupported:
         # Some GPUs share the memory of the machine.
         used, total = 0, 0
-    return Gpu(number, utilisation, used, total, pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
+    return Gpu(number, utilization, used, total, pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
 
 
 def _driver_error(error: Exception) -> UsageError:
@@ -147,7 +147,7 @@ def _find_gpu(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
     else:
         # CUDA ignores what follows the digits.
         digits = re.match(r"[+-]?\d+", entry)
-        matching = [gpu for gpu in gpus if digits and gpu.number == int(digits.group())]
+        matching = [gpu for gpu in gpus if digits and gpu.index == int(digits.group())]
     return matching[0] if len(matching) == 1 else None
 
 
@@ -163,18 +163,18 @@ def _auto_count(spec: str, gpus: Sequence[Gpu]) -> int:
 
 
 def _choose_numbers(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
-    by_number = {gpu.number: gpu for gpu in gpus}
+    by_index = {gpu.index: gpu for gpu in gpus}
     chosen: list[Gpu] = []
     for entry in spec.split(","):
         if not entry.strip().isdecimal():
             raise UsageError(f"--gpus {spec}: {entry!r} is not a GPU", "use all, auto, auto:2, or numbers such as 0,3")
-        gpu = by_number.get(int(entry))
+        gpu = by_index.get(int(entry))
         if gpu is None:
             raise UsageError(
                 f"--gpus {spec}: there is no GPU {int(entry)}, only {format_gpus(gpus)}",
                 "the numbers are those of nvidia-smi, without the GPUs that CUDA_VISIBLE_DEVICES hides",
             )
         if gpu in chosen:
-            raise UsageError(f"--gpus {spec}: GPU {gpu.number} is named twice")
+            raise UsageError(f"--gpus {spec}: GPU {gpu.index} is named twice")
         chosen.append(gpu)
     return chosen

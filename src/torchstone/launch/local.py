@@ -33,19 +33,21 @@ PREPARE_GRACE = 5.0
 INTERRUPTED = 130
 
 
-def run_workers(plan: LaunchPlan, command: Sequence[str], logs: Path | None = None, exits_after: bool = False) -> int:
+def run_workers(
+    plan: LaunchPlan, command: Sequence[str], logs: Path | None = None, ignore_signals_after: bool = False
+) -> int:
     """Runs `command` in every worker, prints why they failed if they did, and returns the exit code.
 
     It is the exit code of the worker that failed first, or 7 if a worker was killed, hung or lost the network. SIGTERM
     and Ctrl-C go to the workers, which have `save_grace` seconds to save and exit with 75; a second Ctrl-C ends them.
-    `logs` is the folder of the workers' logs, None for a program without a heartbeat. If the process `exits_after`
-    this call, it ignores further signals.
+    `logs` is the folder of the workers' logs, None for a program without a heartbeat. `ignore_signals_after`: whether
+    signals are ignored after this call.
     """
     has_other_nodes = plan.nodes.max_nodes > 1
     with tempfile.TemporaryDirectory(prefix="torchstone-") as name:
         supervisor = Supervisor(plan.system, Path(name), logs, has_other_nodes)
         launch = Launch(plan, command, Path(name), supervisor)
-        with supervisor.handle_signals(exits_after):
+        with supervisor.handle_signals(ignore_signals_after):
             result = launch.run_on_nodes() if has_other_nodes else launch.run()
     if result.message is not None:
         print_line(result.message)
@@ -165,7 +167,7 @@ class Launch:
             "ROLE_WORLD_SIZE": assignment.world_size,
             "TORCHELASTIC_RESTART_COUNT": assignment.attempt,
             "TORCHELASTIC_MAX_RESTARTS": self.plan.max_restarts,
-            "TORCHELASTIC_RUN_ID": self.plan.nodes.run_id,
+            "TORCHELASTIC_RUN_ID": self.plan.nodes.rdzv_id,
             # torchrun's default: a failed collective ends the process, so that no rank waits for it.
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": threads,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 
 from torchstone.errors import UsageError
 
@@ -32,17 +31,17 @@ SHELLS = ("bash", "sh", "zsh", "tcsh", "csh", "fish", "ksh", "dash")
 class Nodes:
     """The machines of a run, from `min_nodes` to `max_nodes` of them, each with a launcher.
 
-    `rank` is the number of this machine, if it has one. `endpoint` (host:port) is their rendezvous, None for a single
-    node. `nproc` is the number of workers here, if the environment says so. `run_id` separates runs that use the same
-    endpoint.
+    Names follow torchrun. `node_rank` is None if the rendezvous assigns it; `rdzv_endpoint` (host:port) is None for a
+    single node; `nproc` is the number of workers here, if the environment says so; `rdzv_id` separates runs that use
+    the same endpoint.
     """
 
     min_nodes: int = 1
     max_nodes: int = 1
-    rank: int | None = None
-    endpoint: str | None = None
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
     nproc: int | None = None
-    run_id: str = "torchstone"
+    rdzv_id: str = "torchstone"
 
 
 def worker_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -54,24 +53,24 @@ def worker_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     present = [name for name in TORCHRUN if environment.get(name)]
     if len(present) == len(TORCHRUN):
         return {name: environment[name] for name in (*TORCHRUN, "LOCAL_WORLD_SIZE") if environment.get(name)}
-    step = _read_srun_task(environment)
+    task = _read_srun_task(environment)
     # A PyTorchJob sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK for its pods; its RANK counts nodes.
     is_node = bool(environment.get("PET_NNODES"))
-    if present and not is_node and (step is None or not {"MASTER_ADDR", "MASTER_PORT"}.issuperset(present)):
+    if present and not is_node and (task is None or not {"MASTER_ADDR", "MASTER_PORT"}.issuperset(present)):
         missing = [name for name in TORCHRUN if name not in present]
         raise UsageError(
             f"the environment has {', '.join(present)} but not {', '.join(missing)}",
             f"torchrun sets all of them for a worker; to start workers here, type: unset {' '.join(present)}",
         )
-    if step is None or is_node or step.num_tasks <= step.num_nodes:
+    if task is None or is_node or task.num_tasks <= task.num_nodes:
         return None
     return {
-        "RANK": str(step.rank),
-        "WORLD_SIZE": str(step.num_tasks),
-        "LOCAL_RANK": str(step.local_rank),
-        "LOCAL_WORLD_SIZE": str(step.local_tasks),
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or step.first_host,
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(step.port),
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.num_tasks),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.local_tasks),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or task.first_host,
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(task.port),
     }
 
 
@@ -82,8 +81,8 @@ def read_nodes(
     nodes = _kubeflow(environment) or _slurm(environment) or _skypilot(environment) or Nodes()
     if nnodes is not None:
         low, high = _parse_range(nnodes, "--nnodes")
-        rank = nodes.rank if nodes.rank is not None and nodes.rank < high else None
-        nodes = replace(nodes, min_nodes=low, max_nodes=high, rank=rank)
+        rank = nodes.node_rank if nodes.node_rank is not None and nodes.node_rank < high else None
+        nodes = replace(nodes, min_nodes=low, max_nodes=high, node_rank=rank)
     elif (node_rank is not None or endpoint is not None) and nodes.max_nodes == 1:
         flag = "--rdzv-endpoint" if node_rank is None else "--node-rank"
         raise UsageError(f"{flag} needs more than one node", "add --nnodes, for example --nnodes 2")
@@ -93,15 +92,15 @@ def read_nodes(
                 f"--node-rank {node_rank} is not one of {nodes.max_nodes} nodes",
                 f"use a number from 0 to {nodes.max_nodes - 1}",
             )
-        nodes = replace(nodes, rank=node_rank)
+        nodes = replace(nodes, node_rank=node_rank)
     if endpoint is not None:
-        nodes = replace(nodes, endpoint=_parse_endpoint(endpoint, "--rdzv-endpoint"))
-    if nodes.max_nodes > 1 and nodes.endpoint is None:
+        nodes = replace(nodes, rdzv_endpoint=_parse_endpoint(endpoint, "--rdzv-endpoint"))
+    if nodes.max_nodes > 1 and nodes.rdzv_endpoint is None:
         raise UsageError(
             f"{nodes.max_nodes} nodes need a rendezvous endpoint",
             "give all of them the same --rdzv-endpoint HOST:PORT, an address of node 0 that the others can reach",
         )
-    return nodes if nodes.max_nodes > 1 else replace(nodes, endpoint=None)
+    return nodes if nodes.max_nodes > 1 else replace(nodes, rdzv_endpoint=None)
 
 
 def idle_nodes_warning(environment: Mapping[str, str]) -> str | None:
@@ -114,17 +113,12 @@ def idle_nodes_warning(environment: Mapping[str, str]) -> str | None:
     )
 
 
-def expand_hostlist(text: str) -> list[str]:
-    """The hosts of a SLURM hostlist, in its order: `gpu[01-03,7],login` has five."""
-    hosts: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text):
-        if not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part):
-            raise UsageError(f"{text!r} is not a SLURM hostlist", "an example of one: gpu[01-03,7],login")
-        # Every second item was in brackets.
-        items = re.split(r"\[([^\]]*)\]", part)
-        choices = [_expand_range(item) if index % 2 else [item] for index, item in enumerate(items)]
-        hosts += ["".join(choice) for choice in product(*choices)]
-    return hosts
+def first_host(hostlist: str) -> str:
+    """The first host of a SLURM hostlist: gpu01 of `gpu[01-03,7],login`."""
+    parts = re.split(r",(?![^\[]*\])", hostlist)
+    if not all(re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part) for part in parts):
+        raise UsageError(f"{hostlist!r} is not a SLURM hostlist", "an example of one: gpu[01-03,7],login")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", parts[0])
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,7 @@ def _read_srun_task(environment: Mapping[str, str]) -> _SrunTask | None:
         num_nodes=_read_int(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
         local_rank=_read_int(environment, "SLURM_LOCALID"),
         local_tasks=_count_tasks(node, environment),
-        first_host=expand_hostlist(hosts)[0],
+        first_host=first_host(hosts),
     )
 
 
@@ -209,19 +203,19 @@ def _kubeflow(environment: Mapping[str, str]) -> Nodes | None:
         rank,
         _parse_endpoint(endpoint, "PET_RDZV_ENDPOINT") if endpoint else None,
         _read_int(environment, "PET_NPROC_PER_NODE") if nproc not in ("auto", "gpu", "cpu", "") else None,
-        environment.get("PET_RDZV_ID") or Nodes.run_id,
+        environment.get("PET_RDZV_ID") or Nodes.rdzv_id,
     )
 
 
 def _slurm(environment: Mapping[str, str]) -> Nodes | None:
     """A step with one task on each of several nodes. A single task is like any other process."""
-    step = _read_srun_task(environment)
-    if step is None or step.num_nodes == 1 or step.num_tasks != step.num_nodes:
+    task = _read_srun_task(environment)
+    if task is None or task.num_nodes == 1 or task.num_tasks != task.num_nodes:
         return None
-    host = environment.get("MASTER_ADDR") or step.first_host
-    endpoint = _host_and_port(host, _read_int(environment, "MASTER_PORT", default=step.port))
+    host = environment.get("MASTER_ADDR") or task.first_host
+    endpoint = _host_and_port(host, _read_int(environment, "MASTER_PORT", default=task.port))
     nproc = _read_int(environment, "SLURM_GPUS_ON_NODE", default=0) or None
-    return Nodes(step.num_nodes, step.num_nodes, step.node, endpoint, nproc, f"slurm-{step.job}-{step.number}")
+    return Nodes(task.num_nodes, task.num_nodes, task.node, endpoint, nproc, f"slurm-{task.job}-{task.number}")
 
 
 def _skypilot(environment: Mapping[str, str]) -> Nodes | None:
@@ -231,7 +225,7 @@ def _skypilot(environment: Mapping[str, str]) -> Nodes | None:
     count = _read_int(environment, "SKYPILOT_NUM_NODES", default=len(addresses))
     nproc = _read_int(environment, "SKYPILOT_NUM_GPUS_PER_NODE", default=0) or None
     rank, endpoint = _read_int(environment, "SKYPILOT_NODE_RANK"), _host_and_port(addresses[0], PORT)
-    return Nodes(count, count, rank, endpoint, nproc, environment.get("SKYPILOT_TASK_ID") or Nodes.run_id)
+    return Nodes(count, count, rank, endpoint, nproc, environment.get("SKYPILOT_TASK_ID") or Nodes.rdzv_id)
 
 
 def _parse_range(text: str, name: str) -> tuple[int, int]:
@@ -256,15 +250,6 @@ def _parse_endpoint(text: str, name: str) -> str:
 
 def _host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _expand_range(text: str) -> list[str]:
-    """`01-03,7` becomes 01, 02, 03, 7."""
-    numbers: list[str] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    return numbers
 
 
 def _read_text(environment: Mapping[str, str], *names: str) -> str:

@@ -57,8 +57,8 @@ class NodeGroup:
     """The nodes of a run, as the launcher of one node sees them. A `WorkerError` means that they are out of reach."""
 
     def __init__(self, nodes: Nodes, nproc: int, join_timeout: float, is_stopped: Callable[[], bool]) -> None:
-        assert nodes.endpoint is not None
-        self._nodes, self._endpoint, self._nproc = nodes, nodes.endpoint, nproc
+        assert nodes.rdzv_endpoint is not None
+        self._nodes, self._endpoint, self._nproc = nodes, nodes.rdzv_endpoint, nproc
         self._join_timeout, self._is_stopped = join_timeout, is_stopped
         self._handler: Any = None
         # Torch's result of the last rendezvous, and the store of the workers, if this node hosts it.
@@ -153,7 +153,7 @@ class NodeGroup:
         with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
             self._info = self._handler.next_rendezvous()
         rank, num_nodes, store = self._info.rank, self._info.world_size, self._info.store
-        store.set(f"torchstone/node/{rank}", json.dumps([self._nodes.rank, self._nproc, attempt]))
+        store.set(f"torchstone/node/{rank}", json.dumps([self._nodes.node_rank, self._nproc, attempt]))
         nodes = [json.loads(store.get(f"torchstone/node/{number}")) for number in range(num_nodes)]
         order = _order([node_rank for node_rank, _, _ in nodes])
         position = order.index(rank)
@@ -178,22 +178,22 @@ class NodeGroup:
 
         nodes, deadline = self._nodes, time.monotonic() + self._join_timeout
         host, _, port = self._endpoint.rpartition(":")
-        options: dict[str, Any] = {} if nodes.rank is None else {"is_host": nodes.rank == 0}
+        options: dict[str, Any] = {} if nodes.node_rank is None else {"is_host": nodes.node_rank == 0}
         options["join_timeout"], options["last_call_timeout"] = int(self._join_timeout), LAST_CALL
         options["read_timeout"] = max(1, int(min(STORE_TIMEOUT, self._join_timeout)))
         while True:
             try:
-                if nodes.rank:
+                if nodes.node_rank:
                     # Torch waits for a minute at a time, deep in C++, where it cannot be interrupted.
                     socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
                 local_addr = own_address(self._endpoint)
                 limits = (nodes.min_nodes, nodes.max_nodes)
-                parameters = RendezvousParameters("c10d", self._endpoint, nodes.run_id, *limits, local_addr, **options)
+                parameters = RendezvousParameters("c10d", self._endpoint, nodes.rdzv_id, *limits, local_addr, **options)
                 return get_rendezvous_handler(parameters)
             except (RendezvousConnectionError, OSError) as error:
                 # Without --node-rank this node may be the host, which must know its own name.
-                is_host_unknown = nodes.rank is None and isinstance(error, socket.gaierror)
-                if time.monotonic() > deadline or nodes.rank == 0 or is_host_unknown or self._is_stopped():
+                is_host_unknown = nodes.node_rank is None and isinstance(error, socket.gaierror)
+                if time.monotonic() > deadline or nodes.node_rank == 0 or is_host_unknown or self._is_stopped():
                     raise
             time.sleep(1)
 

@@ -66,8 +66,9 @@ class Supervisor:
     def watch(self, processes: Mapping[int, Popen[bytes]]) -> None:
         """Watches these processes, by rank, in place of the previous ones."""
         self.processes = dict(processes)
-        # Ranks in the order of their exits; ranks that had to be killed; the rank that hangs, and a description.
-        self._failed: list[int] = []
+        # Ranks with a nonzero exit code, in the order of their exits; ranks that had to be killed; the rank that hangs,
+        # and a description.
+        self._failed_ranks: list[int] = []
         self._killed_ranks: list[int] = []
         self._hang: tuple[int, str] | None = None
         # How many had failed when the first signal arrived, and when the others were told to stop.
@@ -83,11 +84,11 @@ class Supervisor:
             thread.start()
 
     @contextmanager
-    def handle_signals(self, exits_after: bool = False) -> Iterator[None]:
+    def handle_signals(self, ignore_signals_after: bool = False) -> Iterator[None]:
         """Records stop signals in `signals`. Ignored signals stay ignored (nohup); only a main thread can set handlers.
 
-        On exit it restores the old handlers. If the process `exits_after` this, signals are ignored instead: when one
-        node has ended, srun sends the others SIGTERM, which must not replace their exit code.
+        On exit it restores the old handlers. With `ignore_signals_after` they are then ignored instead: when one node
+        has ended, srun sends the others SIGTERM, which must not replace their exit code.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -95,7 +96,7 @@ class Supervisor:
 
         def handle(number: int, frame: FrameType | None) -> None:
             if not self.signals:
-                self._failed_before_signal = len(self._failed)
+                self._failed_before_signal = len(self._failed_ranks)
             self.signals.append(signal.Signals(number))
 
         numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -104,13 +105,13 @@ class Supervisor:
             yield
         finally:
             for number, handler in previous.items():
-                signal.signal(number, signal.SIG_IGN if exits_after else handler)
+                signal.signal(number, signal.SIG_IGN if ignore_signals_after else handler)
 
     def poll(self) -> bool:
         """Whether all workers have exited. After a failure, a hang or a signal it stops them first."""
-        if not self._failed and not self.signals:
+        if not self._failed_ranks and not self.signals:
             self._check_heartbeats()
-        if self.signals or self._failed or self._hang:
+        if self.signals or self._failed_ranks or self._hang:
             self.stop()
         return not self._running()
 
@@ -119,7 +120,7 @@ class Supervisor:
         forwarded, is_grace_shortened = 0, False
         deadline = time.monotonic() + self.system.save_grace
         if self._failed_before_stop is None:
-            self._failed_before_stop = len(self._failed)
+            self._failed_before_stop = len(self._failed_ranks)
         if not self.signals:
             self._send(self._running(), signal.SIGTERM)
         while running := self._running():
@@ -142,9 +143,11 @@ class Supervisor:
 
     def result(self) -> LaunchResult:
         """How the workers ended, once all have exited."""
-        if not self._failed:
+        if not self._failed_ranks:
             return LaunchResult(0)
-        all_saved = all(self._exit_code(rank) == EXIT_SAVED for rank in self._failed[: self._failed_before_signal])
+        all_saved = all(
+            self._exit_code(rank) == EXIT_SAVED for rank in self._failed_ranks[: self._failed_before_signal]
+        )
         if self.signals and all_saved and not self._has_trained():
             name = self.signals[0].name
             return LaunchResult(EXIT_SAVED, 0, f"stopped by {name} before the first step: there is nothing new to save")
@@ -175,16 +178,18 @@ class Supervisor:
 
     def _first_cause(self) -> int:
         """The rank whose failure explains the others. A rank that lost contact may exit before the rank that failed."""
-        if self._killed_ranks and self._exit_code(self._failed[0]) == EXIT_SAVED:
+        if self._killed_ranks and self._exit_code(self._failed_ranks[0]) == EXIT_SAVED:
             # The first rank has saved its shards, but those of the killed rank are missing.
             return self._killed_ranks[0]
-        if self._exit_code(self._failed[0]) != EXIT_LOST:
-            return self._failed[0]
+        if self._exit_code(self._failed_ranks[0]) != EXIT_LOST:
+            return self._failed_ranks[0]
         # A rank that died of a signal counts only if the signal was not ours.
         ours = (-signal.SIGTERM, -signal.SIGKILL)
-        stopped = {rank for rank in self._failed[self._failed_before_stop :] if self._exit_code(rank) in ours}
-        causes = [r for r in self._failed if self._exit_code(r) not in (EXIT_SAVED, EXIT_LOST) and r not in stopped]
-        return causes[0] if causes else self._failed[0]
+        stopped = {rank for rank in self._failed_ranks[self._failed_before_stop :] if self._exit_code(rank) in ours}
+        causes = [
+            r for r in self._failed_ranks if self._exit_code(r) not in (EXIT_SAVED, EXIT_LOST) and r not in stopped
+        ]
+        return causes[0] if causes else self._failed_ranks[0]
 
     def _failure(self, code: int, rank: int, description: str) -> LaunchResult:
         beat = self._heartbeat(rank)
@@ -228,7 +233,7 @@ class Supervisor:
 
     def _can_save(self) -> bool:
         """Whether workers get time to save: none has failed, a step has begun, and Ctrl-C was not pressed twice."""
-        is_broken = self._hang is not None or any(self._exit_code(rank) != EXIT_SAVED for rank in self._failed)
+        is_broken = self._hang is not None or any(self._exit_code(rank) != EXIT_SAVED for rank in self._failed_ranks)
         is_impatient = self.signals.count(signal.SIGINT) > 1
         return not is_broken and not is_impatient and (not self.signals or self._has_trained())
 
@@ -248,7 +253,7 @@ class Supervisor:
 
     def _wait(self, rank: int, process: Popen[bytes]) -> None:
         if process.wait() != 0:
-            self._failed.append(rank)
+            self._failed_ranks.append(rank)
             # A worker leads a process group: what it started ends with it.
             self._send([rank], signal.SIGKILL)
 

@@ -2,7 +2,7 @@
 
 The head is applied to one chunk of tokens at a time; its logits are overwritten with gradients and dropped. A chunk's
 logits take at most as much memory as the hidden states. With a vocabulary of 128,000 and a width of 4,096, all logits
-would take about thirty times that, and so would their fp32 copy and gradient. The cost is a host synchronisation in
+would take about thirty times that, and so would their fp32 copy and gradient. The cost is a host synchronization in
 each pass and matmuls in chunks. Gradients are computed in the forward pass, even if no backward pass follows.
 """
 

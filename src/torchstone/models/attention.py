@@ -33,8 +33,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from torchstone.errors import UsageError
 
-Backend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
+AttentionBackend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3"]
+BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 # The doc_id of padding.
 PADDING_DOC_ID = -1
 VARLEN_BACKENDS = ("flash", "flash-attn", "fa3")
@@ -51,7 +51,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, "AttentionMask", "AttentionSpec"], Te
 class AttentionSpec:
     """What one layer's attention computes, independent of the batch."""
 
-    backend: Backend
+    backend: AttentionBackend
     scale: float
     window: int | None = None
     softcap: float | None = None
@@ -62,7 +62,7 @@ class AttentionSpec:
 class AttentionMask(NamedTuple):
     """Which keys each query sees in one batch, in the form its backend needs. If nothing is set: plain causal."""
 
-    dense: Tensor | None = None
+    attn_mask: Tensor | None = None
     """[B, 1, T, S], for sdpa and eager."""
     cu_seqlens: Tensor | None = None
     """Cumulative document lengths over all rows, int32, for the variable-length kernels."""
@@ -72,7 +72,7 @@ class AttentionMask(NamedTuple):
     """FlexAttention's BlockMask."""
 
 
-class KeyValueCache:
+class KVCache:
     """Keys, values and doc_ids of the tokens read so far, for generation."""
 
     def __init__(self) -> None:
@@ -94,17 +94,17 @@ class KeyValueCache:
 
 
 def build_masks(
-    kinds: set[tuple[Backend, int | None]],
+    kinds: set[tuple[AttentionBackend, int | None]],
     doc_ids_BT: Tensor | None,
     positions_BT: Tensor,
-    kv_cache: KeyValueCache | None,
-) -> dict[tuple[Backend, int | None], AttentionMask]:
+    kv_cache: KVCache | None,
+) -> dict[tuple[AttentionBackend, int | None], AttentionMask]:
     """Returns a batch's mask for every kind of layer (backend, window). With a cache it is always a dense mask."""
     if kv_cache is not None:
         if doc_ids_BT is None:
             raise ValueError("a cache needs doc_ids to tell padding from text")
-        key_docs_BS = kv_cache.update_doc_ids(doc_ids_BT)
-        return {kind: AttentionMask(dense=visibility_mask(doc_ids_BT, key_docs_BS, kind[1])) for kind in kinds}
+        key_doc_ids_BS = kv_cache.update_doc_ids(doc_ids_BT)
+        return {kind: AttentionMask(attn_mask=build_attn_mask(doc_ids_BT, key_doc_ids_BS, kind[1])) for kind in kinds}
     masks = {}
     for backend, window in kinds:
         if backend in VARLEN_BACKENDS:
@@ -114,39 +114,45 @@ def build_masks(
         elif doc_ids_BT is None and (window is None or window >= positions_BT.shape[1]):
             mask = AttentionMask()
         else:
-            docs_BT = torch.zeros_like(positions_BT) if doc_ids_BT is None else doc_ids_BT
-            mask = AttentionMask(dense=visibility_mask(docs_BT, docs_BT, window))
+            mask_doc_ids_BT = torch.zeros_like(positions_BT) if doc_ids_BT is None else doc_ids_BT
+            mask = AttentionMask(attn_mask=build_attn_mask(mask_doc_ids_BT, mask_doc_ids_BT, window))
         masks[backend, window] = mask
     return masks
 
 
-def visibility_mask(query_docs_BT: Tensor, key_docs_BS: Tensor, window: int | None) -> Tensor:
+def build_attn_mask(query_doc_ids_BT: Tensor, key_doc_ids_BS: Tensor, window: int | None) -> Tensor:
     """Which keys each query may see, [B, 1, T, S], from the doc_ids of both. The last T keys are the queries' own."""
-    T, S = query_docs_BT.shape[1], key_docs_BS.shape[1]
-    in_range = torch.ones(T, S, dtype=torch.bool, device=key_docs_BS.device).tril(S - T)
+    T, S = query_doc_ids_BT.shape[1], key_doc_ids_BS.shape[1]
+    in_range = torch.ones(T, S, dtype=torch.bool, device=key_doc_ids_BS.device).tril(S - T)
     if window is not None:
         in_range = in_range.triu(S - T - window + 1)
-    return ((query_docs_BT[:, :, None] == key_docs_BS[:, None, :]) & in_range)[:, None]
+    return ((query_doc_ids_BT[:, :, None] == key_doc_ids_BS[:, None, :]) & in_range)[:, None]
 
 
 def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:
     """Softmax attention with grouped key/value heads, [B, H, T, E]."""
-    if spec.kernel is not None and mask.dense is None:
+    if spec.kernel is not None and mask.attn_mask is None:
         return spec.kernel(q_BHTE, k_BKSE, v_BKSE, mask, spec)
     if spec.backend == "eager" or spec.softcap is not None:
-        return _eager_attention(q_BHTE, k_BKSE, v_BKSE, mask.dense, spec)
+        return _eager_attention(q_BHTE, k_BKSE, v_BKSE, mask.attn_mask, spec)
     enable_gqa = q_BHTE.shape[1] != k_BKSE.shape[1]
-    if enable_gqa and mask.dense is not None and q_BHTE.is_cuda:
+    if enable_gqa and mask.attn_mask is not None and q_BHTE.is_cuda:
         # With a mask, CUDA's fused kernels do not support GQA, and the math kernel materializes all scores.
         k_BKSE, v_BKSE = _repeat_kv(k_BKSE, q_BHTE.shape[1]), _repeat_kv(v_BKSE, q_BHTE.shape[1])
         enable_gqa = False
     return F.scaled_dot_product_attention(
-        q_BHTE, k_BKSE, v_BKSE, mask.dense, is_causal=mask.dense is None, scale=spec.scale, enable_gqa=enable_gqa
+        q_BHTE,
+        k_BKSE,
+        v_BKSE,
+        mask.attn_mask,
+        is_causal=mask.attn_mask is None,
+        scale=spec.scale,
+        enable_gqa=enable_gqa,
     )
 
 
 @cache
-def load_kernel(backend: Backend) -> Kernel | None:
+def load_kernel(backend: AttentionBackend) -> Kernel | None:
     """Returns a backend's own kernel, or None; imports it once per process. Never called in compiled code."""
     if backend == "flash":
         return _torch_varlen
@@ -156,7 +162,7 @@ def load_kernel(backend: Backend) -> Kernel | None:
 
 
 class BackendChoice(NamedTuple):
-    backend: Backend
+    backend: AttentionBackend
     reason: str
 
 
@@ -184,7 +190,7 @@ def choose_backend(
 
 
 def _check_requested(
-    requested: str, unsupported_reasons: dict[Backend, str | None], softcap: float | None
+    requested: str, unsupported_reasons: dict[AttentionBackend, str | None], softcap: float | None
 ) -> BackendChoice:
     backend = next(name for name in unsupported_reasons if name == requested)
     if unsupported_reasons[backend] is not None:
@@ -198,7 +204,7 @@ def _check_requested(
 
 
 def _unsupported_reason(
-    backend: Backend, softcap: float | None, head_dim: int, device: torch.device, dtype: torch.dtype
+    backend: AttentionBackend, softcap: float | None, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Why a backend cannot compute this attention here, as a sentence that starts with the verb; None if it can."""
     if backend in ("eager", "sdpa"):
@@ -317,7 +323,7 @@ def _flex_block_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor, window: in
 
 
 def specialize_floats() -> None:
-    """Floats are constants of a model. Otherwise Dynamo makes a second model's soft cap a graph input, and fails."""
+    """Makes Dynamo treat floats as constants. Otherwise it makes a second model's soft cap a graph input, and fails."""
     torch._dynamo.config.specialize_float = True
 
 
@@ -325,7 +331,7 @@ def _flex_kernel() -> Kernel:
     from torch.nn.attention.flex_attention import flex_attention
 
     specialize_floats()
-    # Uncompiled, flex_attention materialises every score.
+    # Uncompiled, flex_attention materializes every score.
     compiled_flex_attention = torch.compile(flex_attention)
 
     def kernel(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:

@@ -4,8 +4,8 @@ Read it top to bottom. The decoder knows nothing about files, ranks or losses: i
 `DecoderConfig` from a Hugging Face config, sizing.py from a depth. A decoder may hold only a range of the layers, as a
 pipeline stage does. One without the first layer takes hidden states as input; one without the last returns them.
 
-`Decoder.forward` has two parts. `layer_inputs` computes once per batch what all layers share (cos, sin and the
-attention masks); it is never compiled. `hidden_states` and `logits` are the network.
+`Decoder.forward` has two parts. `build_layer_inputs` computes once per batch what all layers share (cos, sin and the
+attention masks); it is never compiled. `compute_hidden_states` and `compute_logits` are the network.
 
 Shapes: B rows, T tokens, S keys, D width, H query heads, K key/value heads, E head_dim, V vocabulary.
 """
@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchstone.models.attention import (
+    AttentionBackend,
     AttentionMask,
     AttentionSpec,
-    Backend,
-    KeyValueCache,
+    KVCache,
     attend,
     build_masks,
     load_kernel,
@@ -75,17 +75,17 @@ class DecoderConfig:
     # rms scales after rounding to the model's dtype, rms_fp32 before rounding, rms_plus_one scales by 1 + weight.
     norm: Literal["rms", "rms_fp32", "rms_plus_one", "layer"] = "rms"
     norm_eps: float = 1e-5
-    pre_norm: bool = True
-    post_norm: bool = False
-    # Queries and keys are normalised per head, or over all heads at once.
+    has_pre_norm: bool = True
+    has_post_norm: bool = False
+    # Queries and keys are normalized per head, or over all heads at once.
     qk_norm: Literal["none", "head", "all"] = "none"
     activation: Activation = "silu"
-    gated: bool = True
+    is_gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     # GPT-2: learned position embeddings. Rows cannot be longer than max_positions.
-    learned_positions: bool = False
+    has_learned_positions: bool = False
     # Rotate queries and keys in fp32 whatever the model's dtype.
     rope_in_fp32: bool = False
     embed_scale: float = 1.0
@@ -103,7 +103,7 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def window(self) -> int | None:
+    def min_window(self) -> int | None:
         """The smallest sliding window of a layer."""
         return min((layer.window for layer in self.layers if layer.window is not None), default=None)
 
@@ -139,8 +139,9 @@ class DecoderConfig:
         for layer in self.layers:
             if layer.rope is not None and layer.rope.depends_on_length(max_length):
                 return (
-                    f"its RoPE ({layer.rope.kind}) depends on the row's length beyond "
-                    f"{layer.rope.original_max_positions} tokens, so a packed document would get different frequencies"
+                    f"its RoPE ({layer.rope.rope_type}) depends on the row's length beyond "
+                    f"{layer.rope.original_max_position_embeddings} tokens, so a packed document would "
+                    "get different frequencies"
                 )
         return None
 
@@ -182,18 +183,27 @@ class LayerInputs(NamedTuple):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: LayerSpec, index: int, backend: Backend, fused: bool) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_spec: LayerSpec,
+        layer_idx: int,
+        attn_backend: AttentionBackend,
+        is_fused: bool,
+    ) -> None:
         super().__init__()
-        self.index, self.head_dim = index, config.head_dim
+        self.layer_idx, self.head_dim = layer_idx, config.head_dim
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self.spec = AttentionSpec(backend, scale, layer.window, config.attention_softcap, load_kernel(backend))
+        self.spec = AttentionSpec(
+            attn_backend, scale, layer_spec.window, config.attention_softcap, load_kernel(attn_backend)
+        )
         self.qkv_features = config.qkv_features
-        # Selects the key/value heads that this rank's queries read, set by parallel/tensor.py.
+        # Selects the key/value heads that this rank's queries read, set by parallel/tensor_parallel.py.
         self.select_kv_heads: Callable[[Tensor], Tensor] | None = None
         # A fused kernel (q, k, cos_sin) -> (q, k), set by liger.py.
         self.rotary_kernel: Callable[[Tensor, Tensor, CosSin], tuple[Tensor, Tensor]] | None = None
-        self.is_fused = fused
-        if fused:
+        self.is_fused = is_fused
+        if is_fused:
             self.wqkv = nn.Linear(config.width, sum(self.qkv_features), bias=config.qkv_bias)
         else:
             self.wq, self.wk, self.wv = (
@@ -207,7 +217,7 @@ class Attention(nn.Module):
                 for features in self.qkv_features[:2]
             )
 
-    def forward(self, x_BTD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, inputs: LayerInputs, kv_cache: KVCache | None = None) -> Tensor:
         q_BHTE, k_BKTE, v_BKTE = self._project_qkv(x_BTD)
         if self.select_kv_heads is not None:
             k_BKTE, v_BKTE = self.select_kv_heads(k_BKTE), self.select_kv_heads(v_BKTE)
@@ -215,8 +225,8 @@ class Attention(nn.Module):
             q_BHTE, k_BKTE = self.rotary_kernel(q_BHTE, k_BKTE, inputs.cos_sin)
         elif inputs.cos_sin is not None:
             q_BHTE, k_BKTE = apply_rotary(q_BHTE, inputs.cos_sin), apply_rotary(k_BKTE, inputs.cos_sin)
-        if cache is not None:
-            k_BKTE, v_BKTE = cache.update(self.index, k_BKTE, v_BKTE)
+        if kv_cache is not None:
+            k_BKTE, v_BKTE = kv_cache.update(self.layer_idx, k_BKTE, v_BKTE)
         out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, inputs.mask, self.spec)
         return self.wo(out_BHTE.transpose(1, 2).flatten(2))
 
@@ -236,21 +246,21 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: DecoderConfig, fused: bool) -> None:
+    def __init__(self, config: DecoderConfig, is_fused: bool) -> None:
         super().__init__()
-        self.activation, self.gated, self.is_fused = ACTIVATIONS[config.activation], config.gated, fused
+        self.activation, self.is_gated, self.is_fused = ACTIVATIONS[config.activation], config.is_gated, is_fused
         # A fused kernel (gate, up) -> activation(gate) * up, set by liger.py.
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
-        if config.gated and fused:
+        if config.is_gated and is_fused:
             self.gate_up = nn.Linear(config.width, 2 * config.mlp_width, bias=config.mlp_bias)
         else:
-            if config.gated:
+            if config.is_gated:
                 self.gate = nn.Linear(config.width, config.mlp_width, bias=config.mlp_bias)
             self.up = nn.Linear(config.width, config.mlp_width, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        if not self.gated:
+        if not self.is_gated:
             return self.down(self.activation(self.up(x_BTD)))
         if self.is_fused:
             gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
@@ -262,23 +272,30 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(x), then x + mlp(x), each with a norm before it, after it, or both."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerSpec, index: int, backend: Backend, fused: set[str]) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_spec: LayerSpec,
+        layer_idx: int,
+        attn_backend: AttentionBackend,
+        fusions: set[str],
+    ) -> None:
         super().__init__()
-        self.layer, self.residual_scale = layer, config.residual_scale
-        self.pre_norm, self.post_norm = config.pre_norm, config.post_norm
-        self.attention = Attention(config, layer, index, backend, "qkv" in fused)
-        self.mlp = MLP(config, "gate_up" in fused)
-        if self.pre_norm:
+        self.layer_spec, self.residual_scale = layer_spec, config.residual_scale
+        self.has_pre_norm, self.has_post_norm = config.has_pre_norm, config.has_post_norm
+        self.attention = Attention(config, layer_spec, layer_idx, attn_backend, "qkv" in fusions)
+        self.mlp = MLP(config, "gate_up" in fusions)
+        if self.has_pre_norm:
             self.attention_norm, self.mlp_norm = build_norm(config, config.width), build_norm(config, config.width)
-        if self.post_norm:
+        if self.has_post_norm:
             self.attention_norm_after = build_norm(config, config.width)
             self.mlp_norm_after = build_norm(config, config.width)
 
-    def forward(self, x_BTD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None = None) -> Tensor:
-        out_BTD = self.attention(self.attention_norm(x_BTD) if self.pre_norm else x_BTD, inputs, cache)
-        x_BTD = x_BTD + self._scale(self.attention_norm_after(out_BTD) if self.post_norm else out_BTD)
-        out_BTD = self.mlp(self.mlp_norm(x_BTD) if self.pre_norm else x_BTD)
-        return x_BTD + self._scale(self.mlp_norm_after(out_BTD) if self.post_norm else out_BTD)
+    def forward(self, x_BTD: Tensor, inputs: LayerInputs, kv_cache: KVCache | None = None) -> Tensor:
+        out_BTD = self.attention(self.attention_norm(x_BTD) if self.has_pre_norm else x_BTD, inputs, kv_cache)
+        x_BTD = x_BTD + self._scale(self.attention_norm_after(out_BTD) if self.has_post_norm else out_BTD)
+        out_BTD = self.mlp(self.mlp_norm(x_BTD) if self.has_pre_norm else x_BTD)
+        return x_BTD + self._scale(self.mlp_norm_after(out_BTD) if self.has_post_norm else out_BTD)
 
     def _scale(self, out_BTD: Tensor) -> Tensor:
         return out_BTD if self.residual_scale == 1.0 else out_BTD * self.residual_scale
@@ -290,11 +307,11 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        attention: Backend = "sdpa",
+        attn_backend: AttentionBackend = "sdpa",
         fused: tuple[Fusion, ...] = (),
         layers: range | None = None,
     ) -> None:
-        """`layers` are those of this decoder: the model's first adds the embedding, its last adds norm and head."""
+        """`layers`: those of this decoder. With the first layer it has the embedding, with the last norm and head."""
         super().__init__()
         layers = range(config.depth) if layers is None else layers
         self.config, self.has_embedding, self.has_head = config, layers.start == 0, layers.stop == config.depth
@@ -302,10 +319,12 @@ class Decoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         if self.has_embedding:
             self.tok_embed = nn.Embedding(config.vocab_size, config.width, padding_idx=config.padding_idx)
-            if config.learned_positions:
+            if config.has_learned_positions:
                 self.pos_embed = nn.Embedding(config.max_positions, config.width)
         # Keyed by the layer's index in the whole model, so that a pipeline stage has the same parameter names.
-        self.layers = nn.ModuleDict({str(n): Block(config, config.layers[n], n, attention, set(fused)) for n in layers})
+        self.layers = nn.ModuleDict(
+            {str(n): Block(config, config.layers[n], n, attn_backend, set(fused)) for n in layers}
+        )
         if self.has_head:
             self.norm = build_norm(config, config.width)
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -321,54 +340,56 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        ids_BT: Tensor,
+        x: Tensor,
         positions_BT: Tensor,
         doc_ids_BT: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        kv_cache: KVCache | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor:
         """Returns logits; with `loss_fn`, `loss_fn(hidden_states, head.weight)` instead, without all logits in memory.
 
         Without `doc_ids` every row is one sequence, with padding on the right if any.
         """
-        inputs = self.layer_inputs(positions_BT, doc_ids_BT, cache)
-        x_BTD = self.hidden_states(ids_BT, positions_BT, inputs, cache)
+        inputs = self.build_layer_inputs(positions_BT, doc_ids_BT, kv_cache)
+        x_BTD = self.compute_hidden_states(x, positions_BT, inputs, kv_cache)
         if loss_fn is not None:
             return loss_fn(x_BTD, self.head.weight)
-        return self.logits(x_BTD) if self.has_head else x_BTD
+        return self.compute_logits(x_BTD) if self.has_head else x_BTD
 
-    def layer_inputs(
-        self, positions_BT: Tensor, doc_ids_BT: Tensor | None, cache: KeyValueCache | None = None
+    def build_layer_inputs(
+        self, positions_BT: Tensor, doc_ids_BT: Tensor | None, kv_cache: KVCache | None = None
     ) -> list[LayerInputs]:
-        """Returns one per layer; layers of the same kind share the same tensors."""
+        """Returns one `LayerInputs` per layer; layers of the same kind share tensors."""
         config = self.config
         dtype = torch.float32 if config.rope_in_fp32 else self.compute_dtype or next(self.parameters()).dtype
         blocks = list(self.layers.values())
-        ropes = {block.layer.rope for block in blocks if block.layer.rope is not None}
+        ropes = {block.layer_spec.rope for block in blocks if block.layer_spec.rope is not None}
         cos_sin = {rope: rotary_cos_sin(rope, config.head_dim, positions_BT, dtype) for rope in ropes}
-        kinds = {(block.attention.spec.backend, block.layer.window) for block in blocks}
-        masks = build_masks(kinds, doc_ids_BT, positions_BT, cache)
+        kinds = {(block.attention.spec.backend, block.layer_spec.window) for block in blocks}
+        masks = build_masks(kinds, doc_ids_BT, positions_BT, kv_cache)
         return [
-            LayerInputs(cos_sin.get(block.layer.rope), masks[block.attention.spec.backend, block.layer.window])
+            LayerInputs(
+                cos_sin.get(block.layer_spec.rope), masks[block.attention.spec.backend, block.layer_spec.window]
+            )
             for block in blocks
         ]
 
-    def hidden_states(
-        self, ids_BT: Tensor, positions_BT: Tensor, inputs: list[LayerInputs], cache: KeyValueCache | None = None
+    def compute_hidden_states(
+        self, x: Tensor, positions_BT: Tensor, inputs: list[LayerInputs], kv_cache: KVCache | None = None
     ) -> Tensor:
-        """The input of the head, or of the next pipeline stage. Without an embedding, `ids_BT` are hidden states."""
-        x_BTD = self.embed(ids_BT, positions_BT) if self.has_embedding else ids_BT
+        """The input of the head, or of the next pipeline stage. `x` has ids, or hidden states without an embedding."""
+        x_BTD = self.embed(x, positions_BT) if self.has_embedding else x
         for block, block_inputs in zip(self.layers.values(), inputs, strict=True):
-            x_BTD = block(x_BTD, block_inputs, cache)
+            x_BTD = block(x_BTD, block_inputs, kv_cache)
         return self.norm(x_BTD) if self.has_head else x_BTD
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         x_BTD = self.tok_embed(ids_BT)
         if self.config.embed_scale != 1.0:
             x_BTD = x_BTD * torch.tensor(self.config.embed_scale, dtype=x_BTD.dtype, device=x_BTD.device)
-        return x_BTD + self.pos_embed(positions_BT) if self.config.learned_positions else x_BTD
+        return x_BTD + self.pos_embed(positions_BT) if self.config.has_learned_positions else x_BTD
 
-    def logits(self, x_BTD: Tensor) -> Tensor:
+    def compute_logits(self, x_BTD: Tensor) -> Tensor:
         logits_BTV = self.head(x_BTD)
         if self.config.logit_divisor != 1.0:
             logits_BTV = logits_BTV / self.config.logit_divisor

@@ -9,7 +9,7 @@ Compilation (`model.compile`), always with fullgraph=True, so that a graph break
 - block compiles one block and reuses it for all blocks of its kind, which takes seconds at any depth;
 - whole compiles from the embedding to the last norm, and the head: takes longer with every layer.
 
-Dynamo specialises on the first shape it sees and makes the second graph dynamic. So a run compiles a few graphs for
+Dynamo specializes on the first shape it sees and makes the second graph dynamic. So a run compiles a few graphs for
 each kind of layer, with and without gradients, and not one for each shape.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchstone.errors import UsageError
-from torchstone.models.attention import BackendChoice, KeyValueCache, choose_backend, specialize_floats
+from torchstone.models.attention import BackendChoice, KVCache, choose_backend, specialize_floats
 from torchstone.models.decoder import Decoder, DecoderConfig, Fusion, LayerInputs
 
 Recompute = Literal["none", "selective", "full"]
@@ -36,7 +36,7 @@ GRAPHS_PER_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Execution:
+class ExecutionOptions:
     """How a model is run. Nothing here changes what it computes."""
 
     implementation: Implementation = "auto"
@@ -52,18 +52,24 @@ class Execution:
     pp: int = 1
 
 
-DEFAULT_EXECUTION = Execution()
+DEFAULT_EXECUTION = ExecutionOptions()
 
 
 def choose_attention(
-    config: DecoderConfig, execution: Execution, device: torch.device, dtype: torch.dtype
+    config: DecoderConfig, execution: ExecutionOptions, device: torch.device, dtype: torch.dtype
 ) -> BackendChoice:
     return choose_backend(
-        execution.attention, execution.packed, config.window, config.attention_softcap, config.head_dim, device, dtype
+        execution.attention,
+        execution.packed,
+        config.min_window,
+        config.attention_softcap,
+        config.head_dim,
+        device,
+        dtype,
     )
 
 
-def check_fallback_execution(execution: Execution) -> None:
+def check_fallback_execution(execution: ExecutionOptions) -> None:
     """Raises UsageError for options that the Transformers fallback does not support."""
     if execution.tp > 1 or execution.pp > 1:
         raise UsageError(
@@ -89,15 +95,15 @@ def apply_activation_checkpointing(decoder: Decoder, mode: Recompute) -> None:
         return
     context: dict[str, Any] = {"context_fn": _selective_context} if mode == "selective" else {}
     for block in decoder.layers.values():
-        block.forward = _checkpointed(block.forward, partial(checkpoint, use_reentrant=False, **context))
+        block.forward = _wrap_with_checkpoint(block.forward, partial(checkpoint, use_reentrant=False, **context))
 
 
-def _checkpointed(forward: Callable[..., Tensor], run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrap_with_checkpoint(forward: Callable[..., Tensor], run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(forward)
-    def checkpointed(x_BTD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None = None) -> Tensor:
-        if torch.is_grad_enabled() and cache is None:
+    def checkpointed(x_BTD: Tensor, inputs: LayerInputs, kv_cache: KVCache | None = None) -> Tensor:
+        if torch.is_grad_enabled() and kv_cache is None:
             return run(forward, x_BTD, inputs)
-        return forward(x_BTD, inputs, cache)
+        return forward(x_BTD, inputs, kv_cache)
 
     return checkpointed
 
@@ -124,8 +130,8 @@ def compile_decoder(decoder: Decoder, mode: Compile, backend: Any = "inductor") 
     specialize_floats()
     compile_ = partial(torch.compile, fullgraph=True, backend=backend)
     if mode == "whole":
-        decoder.hidden_states = compile_(decoder.hidden_states)  # type: ignore[method-assign]
-        decoder.logits = compile_(decoder.logits)  # type: ignore[method-assign]
+        decoder.compute_hidden_states = compile_(decoder.compute_hidden_states)  # type: ignore[method-assign]
+        decoder.compute_logits = compile_(decoder.compute_logits)  # type: ignore[method-assign]
         return
     for block in decoder.layers.values():
         # Only forward: FSDP2's hooks before and after it are not part of the graph.

@@ -16,9 +16,9 @@ from typing import Any, get_args
 
 from torchstone.errors import UsageError
 from torchstone.models.decoder import DecoderConfig, LayerSpec
-from torchstone.models.rope import Rope, RopeKind
+from torchstone.models.rope import Rope, RopeType
 
-ACTIVATIONS = {
+HF_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -65,12 +65,12 @@ class Family:
             raise UsageError("its weights are quantized and cannot be trained", "use the unquantized model")
         self._check_sizes(hf_config)
         keys = {key: value for key, value in hf_config.items() if key != "model_type"}
-        hf = AutoConfig.for_model(hf_config["model_type"], **keys)
-        if getattr(hf, "rope_parameters", None):
+        config = AutoConfig.for_model(hf_config["model_type"], **keys)
+        if getattr(config, "rope_parameters", None):
             # Transformers repeats this when it builds the model: a top-level original length then takes precedence.
-            hf.standardize_rope_params()
-        _require(hf, is_causal=True)
-        return DecoderConfig(**(_common_settings(hf) | self.overrides(hf)))
+            config.standardize_rope_params()
+        _require(config, is_causal=True)
+        return DecoderConfig(**(_common_settings(config) | self.overrides(config)))
 
     def _check_sizes(self, hf_config: dict[str, Any]) -> None:
         for name, key in self.size_keys.items():
@@ -111,99 +111,99 @@ def dropout_warning(hf_config: dict[str, Any]) -> str | None:
     """A warning if config.json asks for dropout, which the native decoder does not apply."""
     from transformers import AutoConfig
 
-    hf = AutoConfig.for_model(**hf_config)
-    dropouts = {key: getattr(hf, key) for key in DROPOUT_KEYS if getattr(hf, key, None)}
+    config = AutoConfig.for_model(**hf_config)
+    dropouts = {key: getattr(config, key) for key in DROPOUT_KEYS if getattr(config, key, None)}
     if not dropouts:
         return None
     names = ", ".join(f"{key} {value}" for key, value in dropouts.items())
     return f"config.json asks for dropout ({names}); the native decoder trains without it"
 
 
-def _common_settings(hf: Any) -> dict[str, Any]:
+def _common_settings(config: Any) -> dict[str, Any]:
     """What all families share. Keys that Transformers' model of a family ignores are ignored here too."""
-    heads = hf.num_attention_heads
+    heads = config.num_attention_heads
     return {
-        "vocab_size": hf.vocab_size,
-        "width": hf.hidden_size,
+        "vocab_size": config.vocab_size,
+        "width": config.hidden_size,
         "heads": heads,
-        "kv_heads": getattr(hf, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        "mlp_width": getattr(hf, "intermediate_size", None),
-        "max_positions": hf.max_position_embeddings,
-        "tied": hf.tie_word_embeddings,
-        "padding_idx": _padding_idx(hf),
-        "norm_eps": getattr(hf, "rms_norm_eps", None),
-        "activation": _activation(hf),
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "mlp_width": getattr(config, "intermediate_size", None),
+        "max_positions": config.max_position_embeddings,
+        "tied": config.tie_word_embeddings,
+        "padding_idx": _padding_idx(config),
+        "norm_eps": getattr(config, "rms_norm_eps", None),
+        "activation": _activation(config),
     }
 
 
-def _padding_idx(hf: Any) -> int | None:
+def _padding_idx(config: Any) -> int | None:
     """Negative ids count from the end, as in torch. None for an id outside the vocabulary."""
-    idx = hf.pad_token_id
-    if idx is None or not -hf.vocab_size <= idx < hf.vocab_size:
+    idx = config.pad_token_id
+    if idx is None or not -config.vocab_size <= idx < config.vocab_size:
         return None
-    return idx % hf.vocab_size
+    return idx % config.vocab_size
 
 
-def uniform_layers(hf: Any, window: int | None = None, partial_rotary: bool = False) -> tuple[LayerSpec, ...]:
-    return (LayerSpec(window, _rope(hf, hf.rope_parameters, partial_rotary)),) * hf.num_hidden_layers
+def uniform_layers(config: Any, window: int | None = None, partial_rotary: bool = False) -> tuple[LayerSpec, ...]:
+    return (LayerSpec(window, _rope(config, config.rope_parameters, partial_rotary)),) * config.num_hidden_layers
 
 
-def layers_by_type(hf: Any) -> tuple[LayerSpec, ...]:
+def layers_by_type(config: Any) -> tuple[LayerSpec, ...]:
     """A window where `layer_types` says sliding_attention, and a RoPE per type where the config has several."""
-    types = hf.layer_types
-    if len(types) != hf.num_hidden_layers:
-        raise UsageError(f"layer_types has {len(types)} entries for {hf.num_hidden_layers} layers")
+    types = config.layer_types
+    if len(types) != config.num_hidden_layers:
+        raise UsageError(f"layer_types has {len(types)} entries for {config.num_hidden_layers} layers")
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UsageError(f"the native decoder does not support layer_types {sorted(unknown)}")
-    is_nested = any(key in hf.rope_parameters for key in ("full_attention", "sliding_attention"))
+    is_nested = any(key in config.rope_parameters for key in ("full_attention", "sliding_attention"))
     ropes = {
-        layer_type: _rope(hf, hf.rope_parameters[layer_type] if is_nested else hf.rope_parameters)
+        layer_type: _rope(config, config.rope_parameters[layer_type] if is_nested else config.rope_parameters)
         for layer_type in set(types)
     }
     return tuple(
-        LayerSpec(hf.sliding_window if layer_type == "sliding_attention" else None, ropes[layer_type])
+        LayerSpec(config.sliding_window if layer_type == "sliding_attention" else None, ropes[layer_type])
         for layer_type in types
     )
 
 
-def _rope(hf: Any, parameters: dict[str, Any], partial_rotary: bool = False) -> Rope:
-    """RoPE from the config's rope_parameters, old spellings already normalised by Transformers."""
-    kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
+def _rope(config: Any, parameters: dict[str, Any], partial_rotary: bool = False) -> Rope:
+    """RoPE from the config's rope_parameters, old spellings already normalized by Transformers."""
+    rope_type, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
     if share != 1.0 and not partial_rotary:
         raise UsageError(f"the native decoder does not support partial_rotary_factor {share} for this family")
-    if kind not in get_args(RopeKind):
-        raise UsageError(f"the native decoder does not support RoPE scaling {kind!r}")
-    base: dict[str, Any] = {"theta": parameters["rope_theta"], "partial_rotary_factor": share}
-    if kind == "default":
+    if rope_type not in get_args(RopeType):
+        raise UsageError(f"the native decoder does not support RoPE scaling {rope_type!r}")
+    base = {"rope_type": rope_type, "rope_theta": parameters["rope_theta"], "partial_rotary_factor": share}
+    if rope_type == "default":
         return Rope(**base)
-    if kind == "linear":
-        return Rope(kind="linear", factor=parameters["factor"], **base)
-    if kind == "dynamic":
-        original = hf.max_position_embeddings
-        return Rope(kind="dynamic", factor=parameters["factor"], original_max_positions=original, **base)
+    if rope_type == "linear":
+        return Rope(factor=parameters["factor"], **base)
+    if rope_type == "dynamic":
+        original = config.max_position_embeddings
+        return Rope(factor=parameters["factor"], original_max_position_embeddings=original, **base)
     original = parameters["original_max_position_embeddings"]
-    if kind == "llama3":
+    if rope_type == "llama3":
         return Rope(
-            kind="llama3", factor=parameters["factor"], original_max_positions=original,
+            factor=parameters["factor"], original_max_position_embeddings=original,
             low_freq_factor=parameters["low_freq_factor"], high_freq_factor=parameters["high_freq_factor"], **base,
         )  # fmt: skip
     # The default factor is the ratio of the lengths.
-    factor = parameters.get("factor") or hf.max_position_embeddings / original
-    if kind == "yarn":
+    factor = parameters.get("factor") or config.max_position_embeddings / original
+    if rope_type == "yarn":
         return Rope(
-            kind="yarn", factor=factor, original_max_positions=original,
+            factor=factor, original_max_position_embeddings=original,
             attention_factor=_yarn_attention_factor(parameters, factor),
-            low_freq_factor=parameters.get("beta_slow") or 1, high_freq_factor=parameters.get("beta_fast") or 32,
+            beta_slow=parameters.get("beta_slow") or 1, beta_fast=parameters.get("beta_fast") or 32,
             truncate=parameters.get("truncate", True), **base,
         )  # fmt: skip
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return Rope(
-        kind="longrope", factor=factor, original_max_positions=original, attention_factor=attention_factor,
-        short_factors=tuple(parameters["short_factor"]), long_factors=tuple(parameters["long_factor"]), **base,
+        factor=factor, original_max_position_embeddings=original, attention_factor=attention_factor,
+        short_factor=tuple(parameters["short_factor"]), long_factor=tuple(parameters["long_factor"]), **base,
     )  # fmt: skip
 
 
@@ -217,110 +217,110 @@ def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
     return mscale(one) / mscale(all_dim) if one and all_dim else mscale(1.0)
 
 
-def _activation(hf: Any) -> str:
-    name = getattr(hf, ACTIVATION_KEYS.get(hf.model_type, "hidden_act"))
-    if name not in ACTIVATIONS:
+def _activation(config: Any) -> str:
+    name = getattr(config, ACTIVATION_KEYS.get(config.model_type, "hidden_act"))
+    if name not in HF_ACTIVATIONS:
         raise UsageError(f"the native decoder does not support the activation {name!r}")
-    return ACTIVATIONS[name]
+    return HF_ACTIVATIONS[name]
 
 
-def _require(hf: Any, **settings: Any) -> None:
+def _require(config: Any, **settings: Any) -> None:
     """Raises UsageError if a setting differs from the only value that the decoder supports."""
     for key, value in settings.items():
-        if getattr(hf, key, value) not in (value, None):
-            raise UsageError(f"the native decoder does not support {key} {getattr(hf, key)!r}")
+        if getattr(config, key, value) not in (value, None):
+            raise UsageError(f"the native decoder does not support {key} {getattr(config, key)!r}")
 
 
-def attention_biases(hf: Any) -> dict[str, Any]:
-    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias}
+def attention_biases(config: Any) -> dict[str, Any]:
+    return {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias}
 
 
-def _llama(hf: Any) -> dict[str, Any]:
-    return attention_biases(hf) | {"mlp_bias": hf.mlp_bias, "layers": uniform_layers(hf)}
+def _llama(config: Any) -> dict[str, Any]:
+    return attention_biases(config) | {"mlp_bias": config.mlp_bias, "layers": uniform_layers(config)}
 
 
-def _mistral(hf: Any) -> dict[str, Any]:
+def _mistral(config: Any) -> dict[str, Any]:
     # With several layer types Transformers builds a Ministral.
-    layer_type = "full_attention" if hf.sliding_window is None else "sliding_attention"
-    _require(hf, layer_types=[layer_type] * hf.num_hidden_layers)
-    return {"layers": uniform_layers(hf, hf.sliding_window)}
+    layer_type = "full_attention" if config.sliding_window is None else "sliding_attention"
+    _require(config, layer_types=[layer_type] * config.num_hidden_layers)
+    return {"layers": uniform_layers(config, config.sliding_window)}
 
 
-def _qwen2(hf: Any) -> dict[str, Any]:
-    return {"qkv_bias": True, "layers": layers_by_type(hf)}
+def _qwen2(config: Any) -> dict[str, Any]:
+    return {"qkv_bias": True, "layers": layers_by_type(config)}
 
 
-def _qwen3(hf: Any) -> dict[str, Any]:
-    return attention_biases(hf) | {"qk_norm": "head", "layers": layers_by_type(hf)}
+def _qwen3(config: Any) -> dict[str, Any]:
+    return attention_biases(config) | {"qk_norm": "head", "layers": layers_by_type(config)}
 
 
-def _granite(hf: Any) -> dict[str, Any]:
-    return _llama(hf) | {
-        "embed_scale": hf.embedding_multiplier,
-        "residual_scale": hf.residual_multiplier,
-        "attention_scale": hf.attention_multiplier,
-        "logit_divisor": hf.logits_scaling,
+def _granite(config: Any) -> dict[str, Any]:
+    return _llama(config) | {
+        "embed_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "attention_scale": config.attention_multiplier,
+        "logit_divisor": config.logits_scaling,
     }
 
 
-def _smollm3(hf: Any) -> dict[str, Any]:
+def _smollm3(config: Any) -> dict[str, Any]:
     """A 0 in no_rope_layers is a layer without RoPE. Windows apply only with use_sliding_window."""
-    return _llama(hf) | {
+    return _llama(config) | {
         "layers": tuple(
-            LayerSpec(layer.window if hf.use_sliding_window else None, layer.rope if has_rope else None)
-            for layer, has_rope in zip(layers_by_type(hf), hf.no_rope_layers, strict=False)
+            LayerSpec(layer.window if config.use_sliding_window else None, layer.rope if has_rope else None)
+            for layer, has_rope in zip(layers_by_type(config), config.no_rope_layers, strict=False)
         )
     }
 
 
-def _olmo2(hf: Any) -> dict[str, Any]:
-    return attention_biases(hf) | {
-        "layers": uniform_layers(hf),
+def _olmo2(config: Any) -> dict[str, Any]:
+    return attention_biases(config) | {
+        "layers": uniform_layers(config),
         "norm": "rms_fp32",
-        "pre_norm": False,
-        "post_norm": True,
+        "has_pre_norm": False,
+        "has_post_norm": True,
         "qk_norm": "all",
         "rope_in_fp32": True,
     }
 
 
-def _gemma2(hf: Any) -> dict[str, Any]:
-    _require(hf, use_bidirectional_attention=False)
-    return attention_biases(hf) | {
-        "layers": layers_by_type(hf),
+def _gemma2(config: Any) -> dict[str, Any]:
+    _require(config, use_bidirectional_attention=False)
+    return attention_biases(config) | {
+        "layers": layers_by_type(config),
         "norm": "rms_plus_one",
-        "post_norm": True,
-        "embed_scale": hf.hidden_size**0.5,
-        "attention_scale": hf.query_pre_attn_scalar**-0.5,
-        "attention_softcap": hf.attn_logit_softcapping,
-        "logit_softcap": hf.final_logit_softcapping,
+        "has_post_norm": True,
+        "embed_scale": config.hidden_size**0.5,
+        "attention_scale": config.query_pre_attn_scalar**-0.5,
+        "attention_softcap": config.attn_logit_softcapping,
+        "logit_softcap": config.final_logit_softcapping,
     }
 
 
-def _gemma3(hf: Any) -> dict[str, Any]:
+def _gemma3(config: Any) -> dict[str, Any]:
     # Transformers' Gemma 3 reads attn_logit_softcapping but does not apply it.
-    _require(hf, attn_logit_softcapping=None)
-    return _gemma2(hf) | {"qk_norm": "head"}
+    _require(config, attn_logit_softcapping=None)
+    return _gemma2(config) | {"qk_norm": "head"}
 
 
-def _phi3(hf: Any) -> dict[str, Any]:
-    return {"layers": uniform_layers(hf, hf.sliding_window, partial_rotary=True)}
+def _phi3(config: Any) -> dict[str, Any]:
+    return {"layers": uniform_layers(config, config.sliding_window, partial_rotary=True)}
 
 
-def _gpt2(hf: Any) -> dict[str, Any]:
-    _require(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+def _gpt2(config: Any) -> dict[str, Any]:
+    _require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return {
-        "kv_heads": hf.n_head,
-        "head_dim": hf.n_embd // hf.n_head,
-        "mlp_width": hf.n_inner or 4 * hf.n_embd,
-        "layers": (LayerSpec(rope=None),) * hf.n_layer,
+        "kv_heads": config.n_head,
+        "head_dim": config.n_embd // config.n_head,
+        "mlp_width": config.n_inner or 4 * config.n_embd,
+        "layers": (LayerSpec(rope=None),) * config.n_layer,
         "norm": "layer",
-        "norm_eps": hf.layer_norm_epsilon,
-        "gated": False,
+        "norm_eps": config.layer_norm_epsilon,
+        "is_gated": False,
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,
-        "learned_positions": True,
+        "has_learned_positions": True,
         "padding_idx": None,
     }
 

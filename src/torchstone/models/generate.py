@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchstone.errors import UsageError
-from torchstone.models.attention import PADDING_DOC_ID, KeyValueCache
+from torchstone.models.attention import PADDING_DOC_ID, KVCache
 from torchstone.models.decoder import Decoder
 
 
@@ -28,7 +28,7 @@ def generate(
     """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt is empty")
-    if decoder.config.learned_positions:
+    if decoder.config.has_learned_positions:
         # Generation ends when there are no more position embeddings.
         positions_left = decoder.config.max_positions - max(map(len, prompts), default=0)
         if positions_left < 1:
@@ -38,17 +38,17 @@ def generate(
     ids, positions, doc_ids = _left_pad(prompts, device)
     stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    cache = KeyValueCache()
+    kv_cache = KVCache()
     history = [(ids, positions, doc_ids)]
     columns: list[Tensor] = []
     for _ in range(max_new_tokens):
         if columns and _switches_to_long_rope(decoder, positions):
             # The cached keys were rotated with different frequencies: recompute all of them.
-            cache = KeyValueCache()
+            kv_cache = KVCache()
             ids, positions, doc_ids = (torch.cat(parts, dim=1) for parts in zip(*history, strict=True))
         # Every token makes the keys longer by one, and compiled code would recompile each time.
         with torch.compiler.set_stance("force_eager"):
-            logits = decoder(ids, positions, doc_ids, cache)[:, -1].float()
+            logits = decoder(ids, positions, doc_ids, kv_cache)[:, -1].float()
         tokens = sample_token(logits, temperature, generator)
         done |= torch.isin(tokens, stops)
         columns.append(torch.where(done, -1, tokens))
@@ -63,8 +63,8 @@ def generate(
 
 def _switches_to_long_rope(decoder: Decoder, positions_B1: Tensor) -> bool:
     """Whether a row just became longer than longrope's original length. Transformers' Phi-3 checks the same."""
-    ropes = {layer.rope for layer in decoder.config.layers if layer.rope is not None and layer.rope.long_factors}
-    return any(bool((positions_B1 == rope.original_max_positions).any()) for rope in ropes)
+    ropes = {layer.rope for layer in decoder.config.layers if layer.rope is not None and layer.rope.long_factor}
+    return any(bool((positions_B1 == rope.original_max_position_embeddings).any()) for rope in ropes)
 
 
 def sample_token(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

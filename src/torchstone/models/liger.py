@@ -38,6 +38,7 @@ from torchstone.errors import UsageError
 from torchstone.loss.fused import fused_loss_sum
 from torchstone.models.decoder import MLP, Attention, Decoder, DecoderConfig, RMSNorm
 from torchstone.models.execution import Compile
+from torchstone.models.fallback.module import eval_mode
 from torchstone.models.rope import CosSin
 
 if TYPE_CHECKING:
@@ -90,13 +91,13 @@ def choose_liger(
 def apply_liger(decoder: Decoder, kernels: Sequence[str]) -> None:
     """Sets the kernels of this decoder, in place; other decoders do not change."""
     config = decoder.config
-    for part in decoder.modules():
-        if "norm" in kernels and isinstance(part, RMSNorm):
-            part.kernel = _norm_kernel(part)
-        elif "rope" in kernels and isinstance(part, Attention):
-            part.rotary_kernel = _rotary
-        elif "mlp" in kernels and isinstance(part, MLP):
-            part.kernel = _gated_kernel(config.activation)
+    for module in decoder.modules():
+        if "norm" in kernels and isinstance(module, RMSNorm):
+            module.kernel = _norm_kernel(module)
+        elif "rope" in kernels and isinstance(module, Attention):
+            module.rotary_kernel = _rotary
+        elif "mlp" in kernels and isinstance(module, MLP):
+            module.kernel = _gated_kernel(config.activation)
     if "loss" in kernels:
         decoder.fused_loss = partial(fused_loss_sum, softcap=config.logit_softcap, divisor=config.logit_divisor)
 
@@ -170,7 +171,7 @@ def _unsupported_reason(kernel: str, config: DecoderConfig, compile: Compile) ->
 
 
 def _mlp_obstacle(config: DecoderConfig) -> str | None:
-    if not config.gated:
+    if not config.is_gated:
         return "the model's MLP is not gated"
     if config.activation not in ("silu", "gelu_tanh"):
         return f"the kernel has silu and gelu_tanh; the model's MLP uses {config.activation}"
@@ -186,11 +187,11 @@ def _rope_obstacle(config: DecoderConfig) -> str | None:
     return None if dims == {config.head_dim} else "only part of each head rotates"
 
 
-def _norm_kernel(part: RMSNorm) -> Callable[[Tensor, Tensor], Tensor]:
+def _norm_kernel(module: RMSNorm) -> Callable[[Tensor, Tensor], Tensor]:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    offset, casting = NORMS[part.kind]
-    eps, in_place = part.eps, False
+    offset, casting = NORMS[module.kind]
+    eps, in_place = module.eps, False
     return lambda x, weight: LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 
 
@@ -229,21 +230,21 @@ def _patch(hf: PreTrainedModel, kernel: str) -> str | None:
     settings = {name: name in PATCHES[kernel] for name in switches}
     if not any(settings.values()):
         return f"Liger has no such kernel for {model_type}"
-    before = {part: dict(vars(part)) for part in hf.modules()}
+    before = {module: dict(vars(module)) for module in hf.modules()}
     try:
-        with _preserved_modeling_code():
+        with _restore_modeling_code_after():
             patch(model=hf, **settings)
     except Exception as error:
         _restore(before)
         return f"Liger's patch for {model_type} does not fit this model: {type(error).__name__}: {error}"
-    patched = [part for part, old in before.items() if vars(part).get("forward") is not old.get("forward")]
+    patched = [module for module, old in before.items() if vars(module).get("forward") is not old.get("forward")]
     if not patched:
         _restore(before)
         return f"Liger has no such kernel for {model_type}"
-    for part in patched:
-        if hasattr(part, "in_place"):
-            part.in_place = False
-    return _compare_patched(hf, {part: before[part] for part in patched})
+    for module in patched:
+        if hasattr(module, "in_place"):
+            module.in_place = False
+    return _compare_patched(hf, {module: before[module] for module in patched})
 
 
 @torch.no_grad()
@@ -253,39 +254,36 @@ def _compare_patched(hf: PreTrainedModel, originals: dict[nn.Module, dict[str, A
     Liger chooses patches by model_type, whatever activation the config has, and its experts multiply fp32 in TF32. The
     model stays patched if all modules agree; otherwise it is restored and the reason returned.
     """
-    patched = {part: dict(vars(part)) for part in originals}
-    names = {part: name for name, part in hf.named_modules()}
+    patched = {module: dict(vars(module)) for module in originals}
+    names = {module: name for name, module in hf.named_modules()}
     calls: dict[nn.Module, tuple[Any, Any, Any]] = {}
 
-    def record(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls[part] = (_clone(args), _clone(kwargs), _clone(output))
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls[module] = (_clone(args), _clone(kwargs), _clone(output))
 
-    modes = {part: part.training for part in hf.modules()}
     _restore(originals)
-    hooks = [part.register_forward_hook(record, with_kwargs=True) for part in originals]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in originals]
     try:
-        hf.eval()
         vocab_size = hf.get_input_embeddings().weight.shape[0]
         ids = torch.randint(vocab_size, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
-        hf(input_ids=ids.to(hf.device), use_cache=False)
+        with eval_mode(hf):
+            hf(input_ids=ids.to(hf.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-        for part, training in modes.items():
-            part.training = training
     _restore(patched)
-    for part, (args, kwargs, expected) in calls.items():
+    for module, (args, kwargs, expected) in calls.items():
         try:
-            output = part.forward(*args, **kwargs)
+            output = module.forward(*args, **kwargs)
         except Exception as error:
             _restore(originals)
-            return f"Liger's {names[part]} fails: {type(error).__name__}: {error}"
+            return f"Liger's {names[module]} fails: {type(error).__name__}: {error}"
         if not isinstance(expected, Tensor):
             output, expected = output[0], expected[0]
         distance = ((output.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
         if not distance <= PATCH_TOLERANCE.get(expected.dtype, 0.0):
             _restore(originals)
-            return f"Liger's {names[part]} differs from the original by {distance:.1e}"
+            return f"Liger's {names[module]} differs from the original by {distance:.1e}"
     return None
 
 
@@ -298,13 +296,13 @@ def _clone(value: Any) -> Any:
 
 
 def _restore(attributes: dict[nn.Module, dict[str, Any]]) -> None:
-    for part, values in attributes.items():
-        vars(part).clear()
-        vars(part).update(values)
+    for module, values in attributes.items():
+        vars(module).clear()
+        vars(module).update(values)
 
 
 @contextmanager
-def _preserved_modeling_code() -> Iterator[None]:
+def _restore_modeling_code_after() -> Iterator[None]:
     """Undoes all changes to Transformers' modeling files on exit, so that other models are not affected."""
     files = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
     before = [(file, dict(vars(file))) for file in files]

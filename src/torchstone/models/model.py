@@ -11,20 +11,20 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from torchstone.models.decoder import Decoder, DecoderConfig
 from torchstone.models.execution import (
-    Execution,
+    ExecutionOptions,
     Implementation,
     apply_activation_checkpointing,
     check_fallback_execution,
     compile_decoder,
 )
-from torchstone.models.fallback.module import Fallback
+from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES, Family
 from torchstone.models.generate import generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
@@ -41,15 +41,12 @@ SPECIAL_TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")
 class Model(ABC):
     """`hf_config` is config.json as it will be written; `generation_config` is generation_config.json as bytes."""
 
+    implementation: ClassVar[Implementation]
     module: nn.Module
     hf_config: dict[str, Any]
     generation_config: bytes | None = None
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-
-    @property
-    @abstractmethod
-    def implementation(self) -> Implementation: ...
 
     @property
     @abstractmethod
@@ -80,9 +77,10 @@ class Model(ABC):
         """Why a row may not hold several documents of up to `max_length` tokens, or None."""
 
     @abstractmethod
-    def apply_execution(self, execution: Execution) -> None:
+    def apply_execution(self, execution: ExecutionOptions) -> None:
         """Applies activation checkpointing, Liger kernels and torch.compile to the module."""
 
+    @abstractmethod
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -92,13 +90,6 @@ class Model(ABC):
         generator: torch.Generator | None = None,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy."""
-        return self._generate(prompts, max_new_tokens, stop_ids, temperature, generator)
-
-    @abstractmethod
-    def _generate(self, *args: Any) -> list[list[int]]: ...
-
-    @abstractmethod
-    def resize_embeddings(self, vocab_size: int) -> None: ...
 
     @property
     def decoder_config(self) -> DecoderConfig | None:
@@ -106,37 +97,26 @@ class Model(ABC):
         return None
 
     @property
-    def parts(self) -> Sequence[nn.Module]:
+    def model_parts(self) -> Sequence[nn.Module]:
         """The modules of this process: one, unless it holds several pipeline stages."""
         return [self.module]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process by their names in the full model."""
-        for part in self.parts:
+        for part in self.model_parts:
             yield from part.named_parameters()
 
     def train(self, mode: bool = True) -> None:
-        for part in self.parts:
+        for part in self.model_parts:
             part.train(mode)
 
-    def roles(self) -> dict[str, str]:
+    def parameter_kinds(self) -> dict[str, str]:
         """Maps parameter names to `embed` or `head`; other parameters are left out. A tied head counts as embedding."""
         return {"tok_embed.weight": "embed", "pos_embed.weight": "embed", "head.weight": "head"}
 
-    def align_with_tokenizer(
-        self, tokenizer_size: int, special_ids: Mapping[str, int | None], stop_ids: Sequence[int] = ()
-    ) -> list[str]:
-        """Makes the model fit a tokenizer and returns a line for every change.
-
-        New embeddings start as the mean of the old ones. So a new token gets an average logit; with random values it
-        could get the largest of all. Old embeddings stay as they are.
-        """
-        changes, old_size = [], self.vocab_size
-        if tokenizer_size > old_size:
-            self.resize_embeddings(padded_vocab_size(tokenizer_size))
-            self.hf_config["vocab_size"] = self.vocab_size
-            changes.append(resize_note(tokenizer_size, old_size, self.vocab_size))
-        old_eos = self.hf_config.get("eos_token_id")
+    def align_special_tokens(self, special_ids: Mapping[str, int | None], stop_ids: Sequence[int] = ()) -> list[str]:
+        """Makes the special tokens those of a tokenizer, and returns a line for every change."""
+        changes, old_eos = [], self.hf_config.get("eos_token_id")
         for key in SPECIAL_TOKEN_KEYS:
             new, old = special_ids.get(key), self.hf_config.get(key)
             if new is None or new == old or (isinstance(old, list) and new in old):
@@ -175,27 +155,24 @@ class Model(ABC):
 
 @dataclass
 class NativeModel(Model):
-    """The decoder of this package. `stages` are this process's pipeline stages."""
+    """The decoder of this package. `decoders` are this process's pipeline stages."""
 
+    implementation: ClassVar[Implementation] = "native"
     module: Decoder
     family: Family = FAMILIES["llama"]
-    stages: list[Decoder] = field(default_factory=list)
+    decoders: list[Decoder] = field(default_factory=list)
 
     @property
-    def parts(self) -> Sequence[Decoder]:
-        return self.stages or [self.module]
+    def model_parts(self) -> Sequence[Decoder]:
+        return self.decoders or [self.module]
 
     @property
     def decoder_config(self) -> DecoderConfig:
         return self.module.config
 
-    def roles(self) -> dict[str, str]:
+    def parameter_kinds(self) -> dict[str, str]:
         # At the end of a pipeline, a tied head is a replica of the embedding and gets the same weight decay.
-        return super().roles() | ({"head.weight": "embed"} if self.module.config.tied else {})
-
-    @property
-    def implementation(self) -> Implementation:
-        return "native"
+        return super().parameter_kinds() | ({"head.weight": "embed"} if self.module.config.tied else {})
 
     @property
     def vocab_size(self) -> int:
@@ -211,10 +188,10 @@ class NativeModel(Model):
 
     @padding_idx.setter
     def padding_idx(self, idx: int | None) -> None:
-        for part in self.parts:
+        for part in self.model_parts:
             part.config = replace(part.config, padding_idx=idx)
             if part.has_embedding:
-                # A vocabulary-parallel embedding keeps it under a different name (parallel/tensor.py).
+                # A vocabulary-parallel embedding keeps it under a different name (parallel/tensor_parallel.py).
                 name = "global_padding_idx" if hasattr(part.tok_embed, "global_padding_idx") else "padding_idx"
                 setattr(part.tok_embed, name, idx)
 
@@ -222,14 +199,14 @@ class NativeModel(Model):
         return f"{self.hf_config['model_type']}, native: {describe(self.module.config)}"
 
     def length_error(self, max_length: int) -> str | None:
-        if self.module.config.learned_positions and max_length > self.max_positions:
+        if self.module.config.has_learned_positions and max_length > self.max_positions:
             return f"the model has {self.max_positions} positions"
         return None
 
     def packing_error(self, max_length: int) -> str | None:
         return self.module.config.packing_error(max_length)
 
-    def apply_execution(self, execution: Execution) -> None:
+    def apply_execution(self, execution: ExecutionOptions) -> None:
         device = next(self.module.parameters()).device
         choice = choose_liger(execution.liger, self.module.config, execution.compile, device, execution.tp)
         self.notes += choice.notes
@@ -237,33 +214,21 @@ class NativeModel(Model):
             self.notes.append(f"activation checkpointing: {execution.recompute}")
         if execution.compile != "none":
             self.notes.append(f"compile: {execution.compile}; the first steps take longer")
-        for part in self.parts:
+        for part in self.model_parts:
             apply_liger(part, choice.kernels)
             apply_activation_checkpointing(part, execution.recompute)
             compile_decoder(part, execution.compile)
 
-    def _generate(self, *args: Any) -> list[list[int]]:
-        return generate(self.module, *args)
-
-    def resize_embeddings(self, vocab_size: int) -> None:
-        decoder = self.module
-        decoder.tok_embed.weight = _grow_with_mean(decoder.tok_embed.weight, vocab_size)
-        decoder.tok_embed.num_embeddings = decoder.head.out_features = vocab_size
-        if not decoder.config.tied:
-            decoder.head.weight = _grow_with_mean(decoder.head.weight, vocab_size)
-        decoder.config = replace(decoder.config, vocab_size=vocab_size)
-        decoder.tie_weights()
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        return generate(self.module, *args, **kwargs)
 
 
 @dataclass
 class FallbackModel(Model):
     """Any other causal model, computed by Transformers."""
 
-    module: Fallback
-
-    @property
-    def implementation(self) -> Implementation:
-        return "fallback"
+    implementation: ClassVar[Implementation] = "fallback"
+    module: FallbackModule
 
     @property
     def vocab_size(self) -> int:
@@ -291,23 +256,20 @@ class FallbackModel(Model):
     def packing_error(self, max_length: int) -> str | None:
         return self.module.packing_error
 
-    def apply_execution(self, execution: Execution) -> None:
+    def apply_execution(self, execution: ExecutionOptions) -> None:
         check_fallback_execution(execution)
         self.notes += apply_liger_to_fallback(self.module.hf, execution.liger).notes
         if execution.recompute == "full":
             self.module.enable_activation_checkpointing()
 
-    def _generate(self, *args: Any) -> list[list[int]]:
-        return self.module.generate(*args)
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        return self.module.generate(*args, **kwargs)
 
-    def resize_embeddings(self, vocab_size: int) -> None:
-        self.module.resize_embeddings(vocab_size)
-
-    def roles(self) -> dict[str, str]:
+    def parameter_kinds(self) -> dict[str, str]:
         head = self.module.hf.get_output_embeddings()
         roles = {} if head is None else {id(parameter): "head" for parameter in head.parameters()}
         # Learned positions are embeddings as well.
-        embeddings = [part for part in self.module.modules() if isinstance(part, nn.Embedding)]
+        embeddings = [submodule for submodule in self.module.modules() if isinstance(submodule, nn.Embedding)]
         roles |= {id(embedding.weight): "embed" for embedding in embeddings}
         return {name: roles[id(p)] for name, p in self.module.named_parameters() if id(p) in roles}
 
@@ -320,7 +282,7 @@ def padded_vocab_size(tokenizer_size: int) -> int:
     return -(-tokenizer_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def resize_note(tokenizer_size: int, old: int, new: int) -> str:
+def resize_warning(tokenizer_size: int, old: int, new: int) -> str:
     return (
         f"the tokenizer has {tokenizer_size} tokens, the model has {old} embeddings: resized to {new}; new ones are "
         "the mean of the old"
@@ -333,12 +295,3 @@ def mean_embedding(chunks: Iterable[Tensor]) -> Tensor:
     for chunk in chunks:
         count, total = count + len(chunk), total + chunk.double().sum(dim=0)
     return (total / count).float()
-
-
-@torch.no_grad()
-def _grow_with_mean(matrix: Tensor, vocab_size: int) -> nn.Parameter:
-    """Returns `matrix` with `vocab_size` embeddings: the new ones are the mean of the old."""
-    new = matrix.new_empty((vocab_size, *matrix.shape[1:]))
-    new[: len(matrix)] = matrix
-    new[len(matrix) :] = mean_embedding(matrix.split(MEAN_CHUNK)).to(matrix.dtype)
-    return nn.Parameter(new, requires_grad=matrix.requires_grad)

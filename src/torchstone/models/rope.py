@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE), with the kinds of scaling in `RopeKind`, computed as in Transformers.
+"""Rotary position embeddings (RoPE), with the kinds of scaling in `RopeType`, computed as in Transformers.
 
 cos and sin are computed from the positions at every call, in fp32. A buffer would be rounded when the model is cast to
 bf16 and lost when the model is built on the meta device; computing them costs little compared with one layer.
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 # cos and sin, each [B, 1, T, E].
 CosSin = tuple[Tensor, Tensor]
 
@@ -25,21 +25,23 @@ CosSin = tuple[Tensor, Tensor]
 class Rope:
     """The parameters of one RoPE; names follow Transformers' `rope_parameters`."""
 
-    theta: float = 10000.0
-    kind: RopeKind = "default"
+    rope_theta: float = 10000.0
+    rope_type: RopeType = "default"
     # Share of each head's dimensions that rotate.
     partial_rotary_factor: float = 1.0
     # Scaling over the original context length.
     factor: float = 1.0
-    original_max_positions: int = 8192
-    # llama3: low_freq_factor and high_freq_factor; yarn: beta_slow and beta_fast.
+    original_max_position_embeddings: int = 8192
+    # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    # yarn: round the ends of the ramp to whole dimensions.
+    # yarn: the ends of the ramp, which `truncate` rounds to whole dimensions.
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
     truncate: bool = True
     # longrope: one factor per frequency, for rows up to the original length and for longer ones.
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
     # yarn, longrope: cos and sin are multiplied by this.
     attention_factor: float = 1.0
 
@@ -49,59 +51,63 @@ class Rope:
 
     def depends_on_length(self, max_length: int) -> bool:
         """Whether the frequencies of rows of up to `max_length` tokens depend on the row's length."""
-        return self.kind in ("dynamic", "longrope") and max_length > self.original_max_positions
+        return self.rope_type in ("dynamic", "longrope") and max_length > self.original_max_position_embeddings
 
-    def inverse_frequencies(self, head_dim: int, positions_BT: Tensor) -> Tensor:
+    def inv_freq(self, head_dim: int, positions_BT: Tensor) -> Tensor:
         """Angle per position: [E/2], or [B, 1, E/2] where it depends on the length of the row."""
         dim, device = self.rotary_dim(head_dim), positions_BT.device
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float) / dim
-        wavelengths = self.theta**exponents
-        if self.kind == "linear":
-            return 1.0 / wavelengths / self.factor
-        if self.kind == "llama3":
-            return self._llama3(1.0 / wavelengths)
-        if self.kind == "yarn":
-            return self._yarn(wavelengths, dim)
-        if self.kind == "dynamic":
+        pos_freqs = self.rope_theta**exponents
+        if self.rope_type == "linear":
+            return 1.0 / pos_freqs / self.factor
+        if self.rope_type == "llama3":
+            return self._llama3(1.0 / pos_freqs)
+        if self.rope_type == "yarn":
+            return self._yarn(pos_freqs, dim)
+        if self.rope_type == "dynamic":
             return self._dynamic(exponents, dim, positions_BT)
-        if self.kind == "longrope":
-            long = torch.tensor(self.long_factors, device=device)
-            short = torch.tensor(self.short_factors, device=device)
-            is_long = _row_lengths(positions_BT) > self.original_max_positions
-            return 1.0 / (torch.where(is_long, long, short) * wavelengths)
-        return 1.0 / wavelengths
+        if self.rope_type == "longrope":
+            long = torch.tensor(self.long_factor, device=device)
+            short = torch.tensor(self.short_factor, device=device)
+            is_long = _row_lengths(positions_BT) > self.original_max_position_embeddings
+            return 1.0 / (torch.where(is_long, long, short) * pos_freqs)
+        return 1.0 / pos_freqs
 
     def _llama3(self, inv_freq: Tensor) -> Tensor:
         """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
-        rotations = self.original_max_positions / (2 * math.pi / inv_freq)
+        rotations = self.original_max_position_embeddings / (2 * math.pi / inv_freq)
         smooth = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blended = (1 - smooth) * inv_freq / self.factor + smooth * inv_freq
         scaled = torch.where(smooth < 0, inv_freq / self.factor, blended)
         return torch.where(smooth > 1, inv_freq, scaled)
 
-    def _yarn(self, wavelengths: Tensor, dim: int) -> Tensor:
-        def dimension(rotations: float) -> float:
-            return dim * math.log(self.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+    def _yarn(self, pos_freqs: Tensor, dim: int) -> Tensor:
+        def find_correction_dim(num_rotations: float) -> float:
+            return (
+                dim
+                * math.log(self.original_max_position_embeddings / (num_rotations * 2 * math.pi))
+                / (2 * math.log(self.rope_theta))
+            )
 
-        low, high = dimension(self.high_freq_factor), dimension(self.low_freq_factor)
+        low, high = find_correction_dim(self.beta_fast), find_correction_dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         width = high - low if high != low else 0.001
-        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1).to(wavelengths.device)
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1).to(pos_freqs.device)
         unscaled = 1 - ramp
-        return 1.0 / (self.factor * wavelengths) * (1 - unscaled) + 1.0 / wavelengths * unscaled
+        return 1.0 / (self.factor * pos_freqs) * (1 - unscaled) + 1.0 / pos_freqs * unscaled
 
     def _dynamic(self, exponents: Tensor, dim: int, positions_BT: Tensor) -> Tensor:
-        lengths = _row_lengths(positions_BT).clamp(min=self.original_max_positions)
-        growth = (self.factor * lengths / self.original_max_positions) - (self.factor - 1)
-        scaled = 1.0 / ((self.theta * growth ** (dim / (dim - 2))) ** exponents)
-        return torch.where(lengths > self.original_max_positions, scaled, 1.0 / self.theta**exponents)
+        lengths = _row_lengths(positions_BT).clamp(min=self.original_max_position_embeddings)
+        growth = (self.factor * lengths / self.original_max_position_embeddings) - (self.factor - 1)
+        scaled = 1.0 / ((self.rope_theta * growth ** (dim / (dim - 2))) ** exponents)
+        return torch.where(lengths > self.original_max_position_embeddings, scaled, 1.0 / self.rope_theta**exponents)
 
 
 def rotary_cos_sin(rope: Rope, head_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> CosSin:
     """cos and sin for a batch of positions, computed in fp32 and returned in `dtype`."""
-    angles = positions_BT[..., None].float() * rope.inverse_frequencies(head_dim, positions_BT)
+    angles = positions_BT[..., None].float() * rope.inv_freq(head_dim, positions_BT)
     angles_B1TE = torch.cat((angles, angles), dim=-1)[:, None]
     cos, sin = angles_B1TE.cos(), angles_B1TE.sin()
     return (cos * rope.attention_factor).to(dtype), (sin * rope.attention_factor).to(dtype)

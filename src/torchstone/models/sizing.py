@@ -22,7 +22,7 @@ from torchstone.models.families import FAMILIES, new_hf_config
 WITHOUT_ROPE_THETA = ("gpt2", "gemma3_text")
 
 
-def sized_hf_config(model: ModelConfig, vocab_size: int, context_length: int) -> dict[str, Any]:
+def build_sized_hf_config(model: ModelConfig, vocab_size: int, context_length: int) -> dict[str, Any]:
     """The config.json of the new model that `model` describes."""
     assert model.depth is not None
     width = model.width or 64 * model.depth
@@ -47,12 +47,12 @@ def sized_hf_config(model: ModelConfig, vocab_size: int, context_length: int) ->
     )
 
 
-def sized_decoder_config(model: ModelConfig, vocab_size: int, context_length: int) -> DecoderConfig:
-    return FAMILIES[model.family].decoder_config(sized_hf_config(model, vocab_size, context_length))
+def build_sized_decoder_config(model: ModelConfig, vocab_size: int, context_length: int) -> DecoderConfig:
+    return FAMILIES[model.family].decoder_config(build_sized_hf_config(model, vocab_size, context_length))
 
 
-def init_std(model: ModelConfig, width: int) -> float:
-    """The small initialisation of Nguyen and Salazar (2019), which needs no tuning for each width."""
+def resolve_init_std(model: ModelConfig, width: int) -> float:
+    """The small initialization of Nguyen and Salazar (2019), which needs no tuning for each width."""
     return model.init_std or math.sqrt(2 / (5 * width))
 
 

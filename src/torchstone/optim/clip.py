@@ -23,7 +23,7 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     return norms.square().sum()
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+def clip_grads_with_norm_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
     """Scales gradients of global norm `norm` down to `max_norm`; a `max_norm` of 0 turns clipping off."""
     if max_norm > 0:
         scale = min(1.0, max_norm / (norm + 1e-6))

@@ -7,7 +7,7 @@ import math
 from torchstone.config.schema import OptimConfig
 
 
-def learning_rate(step: int, total_steps: int | None, optim: OptimConfig) -> float:
+def lr_at_step(step: int, total_steps: int | None, optim: OptimConfig) -> float:
     """The learning rate of `step`, counted from 0. An endless run has no total and a constant schedule.
 
     The first warm-up step has 1/warmup_steps of the peak, not zero; the last one has the peak.
@@ -23,12 +23,12 @@ def schedule_warnings(total_steps: int | None, optim: OptimConfig) -> list[str]:
         return []
     if optim.warmup_steps >= total_steps > 1:
         return [f"the run ends after {total_steps} steps, within optim.warmup_steps {optim.warmup_steps}"]
-    if optim.schedule == "wsd" and optim.warmup_steps + decay_steps(total_steps, optim) > total_steps:
+    if optim.schedule == "wsd" and optim.warmup_steps + resolve_decay_steps(total_steps, optim) > total_steps:
         return [f"the decay starts right after warm-up, because the run has only {total_steps} steps"]
     return []
 
 
-def decay_steps(total_steps: int, optim: OptimConfig) -> int:
+def resolve_decay_steps(total_steps: int, optim: OptimConfig) -> int:
     return optim.decay_steps or max(1, total_steps // 5)
 
 
@@ -39,7 +39,7 @@ def _decay_factor(step: int, total_steps: int | None, optim: OptimConfig) -> flo
     assert total_steps is not None
     start = optim.warmup_steps
     if optim.schedule == "wsd":
-        start = max(start, total_steps - decay_steps(total_steps, optim))
+        start = max(start, total_steps - resolve_decay_steps(total_steps, optim))
     progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
     factor = 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1 - progress
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * factor

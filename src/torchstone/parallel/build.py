@@ -15,19 +15,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchstone.config.schema import ParallelConfig, stages_per_rank
-from torchstone.models.attention import Backend
+from torchstone.config.schema import ParallelConfig, resolve_stages_per_rank
+from torchstone.models.attention import AttentionBackend
 from torchstone.models.decoder import Decoder, DecoderConfig, Fusion, init_tensor
-from torchstone.models.execution import DEFAULT_EXECUTION, Execution, check_fallback_execution, choose_attention
-from torchstone.models.fallback.module import Fallback
+from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions, check_fallback_execution, choose_attention
+from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES
 from torchstone.models.model import Model, NativeModel
+from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, Precision, apply_fsdp, mixed_precision_policy
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.parallel.pipeline import Pipeline, StageModule, split_layers, stage_indices
 from torchstone.parallel.runner import Runner, micro_batch_loss
-from torchstone.parallel.shard import COMPUTE_DTYPE, PARAM_DTYPE, Precision, apply_fsdp, mixed_precision_policy
-from torchstone.parallel.tensor import apply_tensor_parallel, check_tp, shards_kv_heads
+from torchstone.parallel.tensor_parallel import apply_tensor_parallel, check_tp, shards_kv_heads
 
 
 class ModelBuilder:
@@ -37,20 +37,22 @@ class ModelBuilder:
         self.device, self.dtype = device, dtype
         self.notes: list[str] = []
 
-    def build_decoders(self, config: DecoderConfig, backend: Backend, fused: tuple[Fusion, ...]) -> list[Decoder]:
-        """The decoders of this process, with uninitialised parameters."""
+    def build_decoders(
+        self, config: DecoderConfig, backend: AttentionBackend, fused: tuple[Fusion, ...]
+    ) -> list[Decoder]:
+        """The decoders of this process, with uninitialized parameters."""
         with torch.device("meta"):
             decoder = Decoder(config, backend, fused).to(self.dtype)
         decoder.to_empty(device=self.device)
         decoder.tie_weights()
         return [decoder]
 
-    def shard_fallback(self, module: Fallback) -> None:
+    def shard_fallback(self, module: FallbackModule) -> None:
         """Shards a loaded Transformers model, in place."""
 
 
 class ShardedModelBuilder(ModelBuilder):
-    """Builds this rank's part of a model. Afterwards `fsdp_roots` and `stages` hold its modules."""
+    """Builds this rank's part of a model. Afterwards `fsdp_roots` and `stage_modules` hold its modules."""
 
     def __init__(
         self, ctx: ParallelContext, parallel: ParallelConfig, precision: Precision, device: torch.device
@@ -58,9 +60,11 @@ class ShardedModelBuilder(ModelBuilder):
         super().__init__(device, PARAM_DTYPE[precision])
         self.ctx, self.parallel, self.precision = ctx, parallel, precision
         self.fsdp_roots: list[nn.Module] = []
-        self.stages: dict[int, StageModule] = {}
+        self.stage_modules: dict[int, StageModule] = {}
 
-    def build_decoders(self, config: DecoderConfig, backend: Backend, fused: tuple[Fusion, ...]) -> list[Decoder]:
+    def build_decoders(
+        self, config: DecoderConfig, backend: AttentionBackend, fused: tuple[Fusion, ...]
+    ) -> list[Decoder]:
         dims = self.ctx.dims
         layer_ranges = stage_layer_ranges(config, dims, self.parallel)
         fused = self._supported_fusions(config, fused)
@@ -72,17 +76,17 @@ class ShardedModelBuilder(ModelBuilder):
             with torch.device("meta"):
                 decoder = Decoder(config, backend, fused, layer_ranges[index]).to(self.dtype)
             if dims.pp > 1:
-                self.stages[index] = StageModule(decoder, micro_batch_loss)
-            self._parallelize(decoder, self.stages.get(index, decoder))
+                self.stage_modules[index] = StageModule(decoder, micro_batch_loss)
+            self._parallelize(decoder, self.stage_modules.get(index, decoder))
             decoders.append(decoder)
         return decoders
 
-    def shard_fallback(self, module: Fallback) -> None:
-        check_fallback_execution(Execution(tp=self.ctx.dims.tp, pp=self.ctx.dims.pp))
+    def shard_fallback(self, module: FallbackModule) -> None:
+        check_fallback_execution(ExecutionOptions(tp=self.ctx.dims.tp, pp=self.ctx.dims.pp))
         # Many models return a view as logits, about which FSDP2 warns; nothing here changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         names = set(module.hf._no_split_modules or ())
-        blocks = [part for part in module.modules() if type(part).__name__ in names]
+        blocks = [submodule for submodule in module.modules() if type(submodule).__name__ in names]
         policy = mixed_precision_policy(self.precision)
         apply_fsdp(module, blocks, self.ctx.dp_mesh, self.parallel.zero, policy)
         self.fsdp_roots.append(module)
@@ -113,7 +117,7 @@ class ShardedModelBuilder(ModelBuilder):
 def stage_layer_ranges(config: DecoderConfig, dims: ParallelDims, parallel: ParallelConfig) -> list[range]:
     """The layers of each pipeline stage. Raises UsageError if the model's sizes do not allow the layout."""
     check_tp(config, dims.tp)
-    return split_layers(config, dims.pp * stages_per_rank(parallel), parallel.stage_layers)
+    return split_layers(config, dims.pp * resolve_stages_per_rank(parallel), parallel.stage_layers)
 
 
 class TensorSource(Protocol):
@@ -151,10 +155,10 @@ def build_new_model(
     seed: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    execution: Execution = DEFAULT_EXECUTION,
+    execution: ExecutionOptions = DEFAULT_EXECUTION,
     builder: ModelBuilder | None = None,
 ) -> NativeModel:
-    """A model of the family and sizes that `hf_config` describes, initialised from `seed`."""
+    """A model of the family and sizes that `hf_config` describes, initialized from `seed`."""
     family = FAMILIES[hf_config["model_type"]]
     # Padding is never trained on, so no embedding of a new model needs to be frozen.
     config = replace(family.decoder_config(hf_config), padding_idx=None)
@@ -163,7 +167,7 @@ def build_new_model(
     decoders = builder.build_decoders(config, choice.backend, execution.fused)
     fill_parameters(decoders, InitialTensors(config, std, seed))
     notes = [f"attention: {choice.backend} ({choice.reason})", *builder.notes]
-    model = NativeModel(decoders[0], hf_config, notes=notes, family=family, stages=decoders)
+    model = NativeModel(decoders[0], hf_config, notes=notes, family=family, decoders=decoders)
     model.apply_execution(execution)
     return model
 
@@ -173,9 +177,9 @@ def build_runner(model: Model, builder: ModelBuilder, packed: bool) -> Runner:
     if not isinstance(builder, ShardedModelBuilder):
         return Runner(model, builder.device, packed)
     ctx, parallel, pipeline = builder.ctx, builder.parallel, None
-    if builder.stages:
-        num_stages = ctx.dims.pp * stages_per_rank(parallel)
+    if builder.stage_modules:
+        num_stages = ctx.dims.pp * resolve_stages_per_rank(parallel)
         sequence_shards = ctx.dims.tp if parallel.sequence else 1
         is_interleaved = parallel.schedule == "interleaved"
-        pipeline = Pipeline(builder.stages, num_stages, is_interleaved, ctx, builder.device, sequence_shards)
+        pipeline = Pipeline(builder.stage_modules, num_stages, is_interleaved, ctx, builder.device, sequence_shards)
     return Runner(model, builder.device, packed, ctx, parallel, builder.fsdp_roots, pipeline)

@@ -2,9 +2,9 @@
 
 It reads DTensor's placements, the only record of how a tensor is sharded. `tp` shards first, along its own dimension;
 `dp_shard` then shards the rest along dim 0. Within a tp rank, a fused matrix is the stacked shards of its parts
-(parallel/tensor.py), so a dp shard may hold the end of one part and the beginning of the next.
+(parallel/tensor_parallel.py), so a dp shard may hold the end of one part and the beginning of the next.
 
-Everything that moves between parallel layouts goes through here: initialisation, loading, checkpoints, parity tests.
+Everything that moves between parallel layouts goes through here: initialization, loading, checkpoints, parity tests.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Four mesh dimensions, outermost first: `pp` (pipeline stages), `dp_replicate` (replicas of the model), `dp_shard` (FSDP2
 shards of one replica), `tp` (tensor-parallel shards of every matrix). Ranks in the innermost dimension communicate
-most, so `tp` takes neighbouring ranks. The two data-parallel dimensions split the batch; ranks that differ only in pp
+most, so `tp` takes neighboring ranks. The two data-parallel dimensions split the batch; ranks that differ only in pp
 or tp see the same rows.
 
 A single process that computes in fp32 or pure bf16 has no mesh. Mixed precision uses FSDP2, which needs a mesh of one.

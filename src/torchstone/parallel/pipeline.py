@@ -42,44 +42,44 @@ PADDING_VALUES = (0, IGNORE_INDEX, 0, PADDING_DOC_ID)
 MicroBatchLoss = Callable[[nn.Module, Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
-def split_layers(config: DecoderConfig, stages: int, stage_layers: Sequence[int] = ()) -> list[range]:
+def split_layers(config: DecoderConfig, num_stages: int, stage_layers: Sequence[int] = ()) -> list[range]:
     """The layers of each stage: as configured, or such that the slowest stage is as fast as possible.
 
     The cost of a layer or of the head is its number of parameters; an embedding lookup costs nothing.
     """
     depth = config.depth
-    if stages > depth:
+    if num_stages > depth:
         raise UsageError(
-            f"{stages} pipeline stages are more than the model's {depth} layers",
+            f"{num_stages} pipeline stages are more than the model's {depth} layers",
             f"use --parallel.pp (x stages_per_rank) of at most {depth}",
         )
     if stage_layers and sum(stage_layers) != depth:
         raise UsageError(f"parallel.stage_layers adds up to {sum(stage_layers)}, but the model has {depth} layers")
-    sizes = list(stage_layers) or _balanced_sizes(depth, stages, _head_cost_in_layers(config))
-    ends = [sum(sizes[: n + 1]) for n in range(stages)]
+    sizes = list(stage_layers) or _balanced_sizes(depth, num_stages, _head_cost_in_layers(config))
+    ends = [sum(sizes[: n + 1]) for n in range(num_stages)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _head_cost_in_layers(config: DecoderConfig) -> float:
     attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
-    layer = attention + (3 if config.gated else 2) * config.width * config.mlp_width
+    layer = attention + (3 if config.is_gated else 2) * config.width * config.mlp_width
     return config.vocab_size * config.width / layer
 
 
-def _balanced_sizes(depth: int, stages: int, head_cost: float) -> list[int]:
+def _balanced_sizes(depth: int, num_stages: int, head_cost: float) -> list[int]:
     """At least one layer per stage; the last also has the head. Among equally fast splits, the most even one."""
-    if stages == 1:
+    if num_stages == 1:
         return [depth]
-    estimate = max(1, min(depth - stages + 1, round((depth + head_cost) / stages - head_cost)))
-    candidates = [n for n in (estimate - 1, estimate, estimate + 1) if 1 <= n <= depth - stages + 1]
-    last = min(candidates, key=lambda n: (max(n + head_cost, -(-(depth - n) // (stages - 1))), -n))
-    each, remainder = divmod(depth - last, stages - 1)
-    return [each + (n < remainder) for n in range(stages - 1)] + [last]
+    estimate = max(1, min(depth - num_stages + 1, round((depth + head_cost) / num_stages - head_cost)))
+    candidates = [n for n in (estimate - 1, estimate, estimate + 1) if 1 <= n <= depth - num_stages + 1]
+    last = min(candidates, key=lambda n: (max(n + head_cost, -(-(depth - n) // (num_stages - 1))), -n))
+    each, remainder = divmod(depth - last, num_stages - 1)
+    return [each + (n < remainder) for n in range(num_stages - 1)] + [last]
 
 
-def stage_indices(pp_rank: int, pp: int, stages: int) -> list[int]:
+def stage_indices(pp_rank: int, pp: int, num_stages: int) -> list[int]:
     """The stages of one rank: every pp-th from its own index on."""
-    return list(range(pp_rank, stages, pp))
+    return list(range(pp_rank, num_stages, pp))
 
 
 class StageModule(nn.Module):
@@ -100,7 +100,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: dict[int, StageModule],
+        stage_modules: dict[int, StageModule],
         num_stages: int,
         interleaved: bool,
         ctx: ParallelContext,
@@ -109,57 +109,62 @@ class Pipeline:
     ) -> None:
         """`sequence_shards`: number of shards, along the sequence, of the hidden states between stages."""
         assert ctx.mesh is not None
-        self.stages, self.num_stages, self.interleaved = stages, num_stages, interleaved
+        self.stage_modules, self.num_stages, self.interleaved = stage_modules, num_stages, interleaved
         self.ctx, self.device, self.sequence_shards = ctx, device, sequence_shards
         self.mesh = ctx.mesh["pp"]
         self._schedules: dict[tuple[int, ...], _PipelineSchedule] = {}
         self._scale = 1.0
         self._losses: list[Tensor] = []
-        tied = next(iter(stages.values())).decoder.config.tied
+        tied = next(iter(stage_modules.values())).decoder.config.tied
         self._tied_group = _first_and_last_stage_group(ctx.mesh) if tied else None
 
-    def loss_sum(self, batches: Sequence[MicroBatch], packed: bool, scale: float | None) -> Tensor:
-        """The sum of the token losses of all micro-batches on ranks with the last stage, and zero on the others.
+    def forward_backward(self, batches: Sequence[MicroBatch], packed: bool, scale: float) -> Tensor:
+        """Returns the same as `forward`; accumulates the gradients of that sum times `scale`."""
+        self._scale = scale
+        loss_sum = self._run(batches, packed, is_training=True)
+        self._sum_tied_gradients()
+        return loss_sum
 
-        With a `scale`, also computes the gradients of that sum times `scale`.
-        """
+    @torch.no_grad()
+    def forward(self, batches: Sequence[MicroBatch], packed: bool) -> Tensor:
+        """The sum of the token losses of all micro-batches on ranks with the last stage, and zero on the others."""
+        return self._run(batches, packed, is_training=False)
+
+    def _run(self, batches: Sequence[MicroBatch], packed: bool, is_training: bool) -> Tensor:
         batches = pad_to_equal_shapes(batches, self.mesh.size(), self.ctx.dims.tp)
         rows, length = batches[0].ids.shape
-        ids, labels, positions, doc_ids = (torch.cat(parts).to(self.device) for parts in zip(*batches, strict=True))
+        ids, labels, positions, doc_ids = (torch.cat(tensors).to(self.device) for tensors in zip(*batches, strict=True))
         kwargs = {"positions": positions, "labels": labels} | ({"doc_ids": doc_ids} if packed else {})
-        args = (ids,) if 0 in self.stages else ()
-        schedule = self._schedule(rows, length, len(batches), scale is not None)
+        args = (ids,) if 0 in self.stage_modules else ()
+        schedule = self._schedule(rows, length, len(batches), is_training)
         self._losses = []
-        if scale is None:
-            with torch.no_grad():
-                schedule.eval(*args, target=labels, **kwargs)
-        else:
-            self._scale = scale
+        if is_training:
             schedule.step(*args, target=labels, return_outputs=False, **kwargs)
-            self._sum_tied_gradients()
+        else:
+            schedule.eval(*args, target=labels, **kwargs)
         return sum(self._losses, torch.zeros((), dtype=torch.float64, device=self.device))
 
-    def _schedule(self, rows: int, length: int, count: int, training: bool) -> _PipelineSchedule:
+    def _schedule(self, rows: int, length: int, num_micro_batches: int, is_training: bool) -> _PipelineSchedule:
         """The schedule for a shape. Stages set up buffers in the first run, so validation has its own schedules."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-        key = (rows, length, count, training)
+        key = (rows, length, num_micro_batches, is_training)
         if key in self._schedules:
             # Most recently used last.
             self._schedules[key] = self._schedules.pop(key)
         else:
             if len(self._schedules) == MAX_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
-            stages = [self._torch_stage(index, stage, rows, length) for index, stage in self.stages.items()]
+            stages = [self._torch_stage(index, stage, rows, length) for index, stage in self.stage_modules.items()]
             self._schedules[key] = (
-                ScheduleInterleaved1F1B(stages, count, loss_fn=self._scaled_loss, scale_grads=False)
+                ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=self._scaled_loss, scale_grads=False)
                 if self.interleaved
-                else Schedule1F1B(stages[0], count, loss_fn=self._scaled_loss, scale_grads=False)
+                else Schedule1F1B(stages[0], num_micro_batches, loss_fn=self._scaled_loss, scale_grads=False)
             )
         return self._schedules[key]
 
     def _torch_stage(self, index: int, stage: StageModule, rows: int, length: int) -> PipelineStage:
-        """With example inputs and outputs, so that torch need not infer their shapes with an extra step."""
+        """Builds a stage with example inputs and outputs; without them torch runs an extra step to infer shapes."""
         from torch.distributed.pipelining import PipelineStage
 
         decoder = stage.decoder
@@ -187,9 +192,9 @@ class Pipeline:
         """Gives the tied embedding of the first stage and head of the last stage the sum of their gradients."""
         if self._tied_group is None:
             return
-        modules = [self.stages[0].decoder.tok_embed] if 0 in self.stages else []
+        modules = [self.stage_modules[0].decoder.tok_embed] if 0 in self.stage_modules else []
         last = self.num_stages - 1
-        modules += [self.stages[last].decoder.head] if last in self.stages else []
+        modules += [self.stage_modules[last].decoder.head] if last in self.stage_modules else []
         for module in modules:
             gradient = module.weight.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

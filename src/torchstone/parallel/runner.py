@@ -18,9 +18,9 @@ from torchstone.config.schema import ParallelConfig
 from torchstone.data.collate import MicroBatch
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.model import Model
+from torchstone.parallel.fsdp import reduces_once_per_step, reshard, set_fsdp_sync
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 from torchstone.parallel.pipeline import Pipeline
-from torchstone.parallel.shard import reduces_once_per_step, reshard, set_fsdp_sync
 
 
 def micro_batch_loss(
@@ -56,10 +56,10 @@ class Runner:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""
         with self._loss_parallel():
             if self.pipeline is not None:
-                return self._own_share(self.pipeline.loss_sum(batches, self.packed, 1.0 / loss_tokens))
+                return self._own_share(self.pipeline.forward_backward(batches, self.packed, 1.0 / loss_tokens))
             total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for number, batch in enumerate(batches):
-                is_last = number == len(batches) - 1
+            for index, batch in enumerate(batches):
+                is_last = index == len(batches) - 1
                 set_fsdp_sync(self.fsdp_roots, is_last, self._reduces_once, self.parallel.zero)
                 loss = micro_batch_loss(self.model.module, *self._inputs(batch))
                 (loss / loss_tokens).backward()
@@ -71,7 +71,7 @@ class Runner:
         """This rank's share of the loss sum, without gradients."""
         with self._loss_parallel():
             if self.pipeline is not None:
-                return self._own_share(self.pipeline.loss_sum(list(batches), self.packed, None))
+                return self._own_share(self.pipeline.forward(list(batches), self.packed))
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             for batch in batches:
                 total += micro_batch_loss(self.model.module, *self._inputs(batch))

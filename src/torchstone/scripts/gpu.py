@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from torchstone.config.load import Layers, extract_config_flags, read_layers, resolve
-from torchstone.config.schema import Config, Job
+from torchstone.config.load import ConfigLayers, extract_config_flags, read_config_layers, resolve
+from torchstone.config.schema import Config, Purpose
 from torchstone.errors import UsageError
 from torchstone.launch import gpus
 from torchstone.scripts import exit_on_error, extract_script_flags
@@ -90,7 +90,7 @@ def print_least_loaded_gpu() -> None:
     """scripts/train_auto_gpu.sh: prints the number of the GPU to use, or nothing if there is none."""
     with exit_on_error():
         devices = gpus.visible_gpus()
-        sys.stdout.write(f"{gpus.choose('auto', devices)[0].number if devices else ''}\n")
+        sys.stdout.write(f"{gpus.choose('auto', devices)[0].index if devices else ''}\n")
 
 
 def parse_args(argv: list[str]) -> ScriptArgs:
@@ -108,7 +108,9 @@ def parse_args(argv: list[str]) -> ScriptArgs:
     return ScriptArgs(values.get("config"), preset, keys, remaining)
 
 
-def resolve_config(args: ScriptArgs, layers: Layers, job: Job, defaults: Mapping[str, str] | None = None) -> Config:
+def resolve_config(
+    args: ScriptArgs, layers: ConfigLayers, purpose: Purpose, defaults: Mapping[str, str] | None = None
+) -> Config:
     """The config of a run. Its folder is .checkpoints unless a file or a flag sets it; the preset's is ignored."""
     for flag, key in FLAGS.items():
         if key in args.keys and key in layers.overrides:
@@ -116,7 +118,7 @@ def resolve_config(args: ScriptArgs, layers: Layers, job: Job, defaults: Mapping
     layers = layers.with_overrides(args.keys)
     if "output_dir" not in layers.values(with_preset=False):
         layers = layers.with_overrides({"output_dir": OUTPUT_DIR})
-    return resolve(layers, job, defaults or {})
+    return resolve(layers, purpose, defaults or {})
 
 
 def select_one_gpu(config: Config) -> Config:
@@ -157,7 +159,7 @@ def one_gpu_environment(environ: Mapping[str, str], device_id: int | None) -> tu
     visible = [] if is_slice else gpus.filter_visible(devices, entry)
     if devices and not visible and not is_slice:
         raise UsageError(f"there is no GPU {entry}, only {gpus.format_gpus(devices)}", "nvidia-smi lists the GPUs")
-    number = str(visible[0].number) if visible else entry
+    number = str(visible[0].index) if visible else entry
     if gpu_rank is not None and number.isdecimal() and int(number) != int(gpu_rank):
         lines.append(
             f"warning: training on GPU {number} (CUDA_VISIBLE_DEVICES); GPU_RANK {gpu_rank} only labels the log lines"
@@ -169,8 +171,8 @@ def one_gpu_environment(environ: Mapping[str, str], device_id: int | None) -> tu
 
 
 def _launch_args(args: ScriptArgs) -> list[str]:
-    """The flags for all GPUs; without any, or with system.device cpu, for NPROC processes."""
-    layers = read_layers(args.file, args.preset, extract_config_flags(args.remaining)[0])
+    """Returns the flags for all GPUs; without GPUs, or with system.device cpu, those for NPROC processes."""
+    layers = read_config_layers(args.file, args.preset, extract_config_flags(args.remaining)[0])
     nproc = os.environ.get("NPROC") or None
     devices = gpus.visible_gpus() if layers.values().get("system.device") != "cpu" else []
     if not devices:
@@ -216,7 +218,7 @@ def _run(
 ) -> None:
     from torchstone import cli
 
-    cli.main(args.command(command), lambda layers, job: adapt(resolve_config(args, layers, job, defaults)))
+    cli.main(args.command(command), lambda layers, purpose: adapt(resolve_config(args, layers, purpose, defaults)))
 
 
 def _own_args(script: str, description: str, command: str) -> ScriptArgs:

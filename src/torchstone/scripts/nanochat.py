@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchstone.config.files import read_config_file
-from torchstone.config.load import Layers, resolve
+from torchstone.config.load import ConfigLayers, resolve
 from torchstone.config.schema import DEFAULT_TEXT_ROWS, Config, DataConfig
 from torchstone.errors import UsageError
 from torchstone.scripts import exit_on_error, extract_script_flags
@@ -23,7 +23,7 @@ RUNS = Path("runs")
 
 # A flag, the key it sets, and its help.
 FLAGS = {
-    "depth": ("model.depth", "Layers of the new model, which determine width and heads."),
+    "depth": ("model.depth", "ConfigLayers of the new model, which determine width and heads."),
     "data": ("data.path", "Training data: a file, folder or glob, or several separated by commas."),
     "tokenizer": ("model.tokenizer", "Folder of the tokenizer."),
     "device_batch_size": ("training.batch_size", "Rows per device and micro-step."),
@@ -37,18 +37,18 @@ UNSUPPORTED_FLAGS = ("auto_batch_size", "batch_size_margin", "batch_size_cache")
 
 @dataclass(frozen=True)
 class TrainingScript:
-    """`stage` is the prefix of its run names; `follows` are stages it can continue: the first that has a run is used.
+    """Continues the newest run of the first of `previous_prefixes` that has one; without prefixes it makes a new model.
 
-    A script that follows none makes a new model. `data_defaults` apply if no data is set, `defaults` always. `check`
+    Its own runs are named `run_prefix`-dN. `data_defaults` apply if no data is set, `defaults` always. `check`
     may return a warning about the config.
     """
 
-    stage: str
+    run_prefix: str
     name: str
     description: str
     data_defaults: dict[str, str]
     defaults: dict[str, str]
-    follows: tuple[str, ...] = ()
+    previous_prefixes: tuple[str, ...] = ()
     check: Callable[[Config], str | None] = lambda config: None
 
 
@@ -68,27 +68,27 @@ def run_script(script: TrainingScript) -> None:
 def help_text(script: TrainingScript) -> str:
     lines = [f"Usage: python scripts/{script.name}.py [CONFIG] [FLAGS]", "", script.description, ""]
     for flag, (key, sentence) in FLAGS.items():
-        if flag == "depth" and script.follows:
-            runs = ", else ".join(f"runs/{stage}-dN" for stage in script.follows)
+        if flag == "depth" and script.previous_prefixes:
+            runs = ", else ".join(f"runs/{prefix}-dN" for prefix in script.previous_prefixes)
             key, sentence = "model.path", f"Continue from {runs}; without it, from the newest such run."
-        if flag != "total_batch_size" or not script.follows:
+        if flag != "total_batch_size" or not script.previous_prefixes:
             lines.append(f"  --{flag.replace('_', '-'):<20}{sentence} [{key}]")
     lines += ["", "Defaults:"]
     lines += [f"  --{key} {value}" for key, value in (script.data_defaults | script.defaults).items()]
-    lines += [f"  --output-dir runs/{script.stage}-dN", "", "All other arguments go to `torchstone train`;"]
+    lines += [f"  --output-dir runs/{script.run_prefix}-dN", "", "All other arguments go to `torchstone train`;"]
     lines += ["`torchstone train --help-keys` lists the keys: --section.key VALUE, --preset, --max-steps, ..."]
     return "\n".join(lines) + "\n"
 
 
-def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Layers) -> Config:
+def resolve_script(script: TrainingScript, flags: dict[str, str], layers: ConfigLayers) -> Config:
     """The config of a run: the script's own flags on top of the layers, its defaults below."""
     layers = layers.with_overrides(_flag_keys(script, flags, layers))
-    if script.follows:
+    if script.previous_prefixes:
         layers = layers.with_overrides(_previous_model(script, flags, layers))
         depth = re.search(r"-d\d+$", Path(str(layers.values()["model.path"])).name)
-        name = script.stage + (depth.group() if depth else "")
+        name = script.run_prefix + (depth.group() if depth else "")
     else:
-        name = f"{script.stage}-d{_new_model_depth(script, layers)}"
+        name = f"{script.run_prefix}-d{_new_model_depth(script, layers)}"
     defaults = script.defaults | ({} if "data.path" in layers.values() else script.data_defaults)
     defaults["output_dir"] = str(RUNS / name)
     config = resolve(layers, "train", defaults, f"the defaults of {script.name}")
@@ -122,9 +122,11 @@ def _split_args(args: list[str]) -> tuple[dict[str, str], list[str]]:
     return flags, remaining
 
 
-def _flag_keys(script: TrainingScript, flags: dict[str, str], layers: Layers) -> dict[str, str]:
+def _flag_keys(script: TrainingScript, flags: dict[str, str], layers: ConfigLayers) -> dict[str, str]:
     """The script's flags as config keys. A flag whose key is set as well is refused."""
-    keys = {flag: key for flag, (key, _) in FLAGS.items()} | ({"depth": "model.path"} if script.follows else {})
+    keys = {flag: key for flag, (key, _) in FLAGS.items()} | (
+        {"depth": "model.path"} if script.previous_prefixes else {}
+    )
     for flag in flags:
         if keys[flag] in layers.overrides:
             raise UsageError(
@@ -141,7 +143,7 @@ def _flag_keys(script: TrainingScript, flags: dict[str, str], layers: Layers) ->
 
 def _samples_per_step(script: TrainingScript, total: str, context_length: object) -> str:
     """Samples per step from tokens per step: rows of packed text all have the context length."""
-    if script.follows:
+    if script.previous_prefixes:
         raise UsageError(
             f"--total-batch-size needs rows of equal length, which {script.name} may not have",
             "use --training.global_batch_size N, in samples",
@@ -156,7 +158,7 @@ def _samples_per_step(script: TrainingScript, total: str, context_length: object
     return str(tokens // length)
 
 
-def _new_model_depth(script: TrainingScript, layers: Layers) -> int:
+def _new_model_depth(script: TrainingScript, layers: ConfigLayers) -> int:
     if "model.path" in layers.values(with_preset=False):
         raise UsageError(
             f"{script.name} makes a new model, but model.path is set", "use mid_train.py to continue from a model"
@@ -166,7 +168,7 @@ def _new_model_depth(script: TrainingScript, layers: Layers) -> int:
     return _positive_int("model.depth", layers.values()["model.depth"])
 
 
-def _previous_model(script: TrainingScript, flags: dict[str, str], layers: Layers) -> dict[str, str]:
+def _previous_model(script: TrainingScript, flags: dict[str, str], layers: ConfigLayers) -> dict[str, str]:
     """The run to continue from, unless model.path is set. It replaces the new model of a preset."""
     values = layers.values()
     if "depth" not in flags and "model.path" in values:
@@ -183,19 +185,19 @@ def _previous_model(script: TrainingScript, flags: dict[str, str], layers: Layer
 
 
 def _previous_run(script: TrainingScript, depth: int | None) -> tuple[Path, str]:
-    """The run of the first stage that has any with a checkpoint, and why it was chosen."""
+    """The run of the first prefix that has any with a checkpoint, and why it was chosen."""
     from torchstone.checkpoint.manifest import MANIFEST, list_checkpoints
 
-    for stage in script.follows:
+    for prefix in script.previous_prefixes:
         runs = [
             ((checkpoints[-1][1] / MANIFEST).stat().st_mtime_ns, folder)
-            for folder in RUNS.glob(f"{stage}-d*")
-            if re.fullmatch(rf"{stage}-d{depth or '[0-9]+'}", folder.name)
+            for folder in RUNS.glob(f"{prefix}-d*")
+            if re.fullmatch(rf"{prefix}-d{depth or '[0-9]+'}", folder.name)
             and (checkpoints := list_checkpoints(folder / "checkpoints"))
         ]
         if runs:
-            return max(runs)[1], f"the {stage} run of depth {depth}" if depth else f"the newest {stage} run"
-    names = " or ".join(str(RUNS / f"{stage}-d{depth or 'N'}") for stage in script.follows)
+            return max(runs)[1], f"the {prefix} run of depth {depth}" if depth else f"the newest {prefix} run"
+    names = " or ".join(str(RUNS / f"{prefix}-d{depth or 'N'}") for prefix in script.previous_prefixes)
     raise UsageError(
         f"nothing to continue from: there is no {names} with a checkpoint",
         f"run base_train.py --depth {depth or 'N'} first, or use --model.path FOLDER",

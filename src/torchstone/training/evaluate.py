@@ -36,10 +36,10 @@ def evaluate_file(
     config: Config,
     path: str,
     device: torch.device,
-    questions: int | None,
+    max_questions: int | None,
     console: Console,
 ) -> dict[str, Any]:
-    """`loss` per token over `tokens`, and for conversations the `exact_match` over `questions` rows."""
+    """`loss` per token over `tokens`, and for conversations the `exact_match` over at most `max_questions` rows."""
     data = load_data(config, tokenizer, [path], None, console)
     samples = np.arange(len(data.train))
     size = data.batch_sizes.global_batch_size
@@ -50,8 +50,8 @@ def evaluate_file(
     results: dict[str, Any] = {"data": path, "loss": loss, "tokens": tokens, "samples": len(samples)}
     results["dropped_rows"] = data.counts.dropped
     (row_format,) = data.formats
-    if row_format in CHAT_FORMATS and questions != 0:
-        results |= exact_match(model, tokenizer, path, row_format, questions)
+    if row_format in CHAT_FORMATS and max_questions != 0:
+        results |= exact_match(model, tokenizer, path, row_format, max_questions)
     return results
 
 
@@ -71,7 +71,7 @@ def exact_match(
             break
     # Enough for the longest answer and its stop token, so that a longer wrong answer is not cut to a correct one.
     max_new_tokens = 4 + max((len(tokenizer.encode(text)) for text in expected), default=0)
-    answers = answer(model, tokenizer, questions, max_new_tokens)
+    answers = generate_answers(model, tokenizer, questions, max_new_tokens)
     matches = [text.strip() == target.strip() for text, target in zip(answers, expected, strict=True)]
     examples = [
         {"question": question.messages[-1].get("content") or "", "answer": text, "wanted": target}
@@ -84,8 +84,8 @@ def exact_match(
     }
 
 
-def answer(model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int) -> list[str]:
-    prompts = [tokenizer.encode(tokenizer.template.prompt(q.messages, q.tools)) for q in questions]
+def generate_answers(model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int) -> list[str]:
+    prompts = [tokenizer.encode(tokenizer.template.render_prompt(q.messages, q.tools)) for q in questions]
     was_training = model.module.training
     model.module.eval()
     answers = []

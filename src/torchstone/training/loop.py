@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchstone.checkpoint.load import CHECKPOINTS
-from torchstone.checkpoint.manifest import folder_name
+from torchstone.checkpoint.manifest import checkpoint_name
 from torchstone.checkpoint.save import mark_best, prune_checkpoints, save_checkpoint
 from torchstone.config.schema import Config
 from torchstone.data.loader import RunData, StepBatch
@@ -29,7 +29,7 @@ from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.eta import EtaEstimator
 from torchstone.observe.metrics import MetricsFile, memory_bytes
-from torchstone.optim.schedule import learning_rate
+from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import translate_out_of_memory
@@ -86,7 +86,7 @@ class Run:
     def eta_seconds(self) -> float | None:
         """The ETA after a step and its validation, before its checkpoint."""
         schedule, progress = self.schedule, self.progress
-        if schedule.steps is None:
+        if schedule.total_steps is None:
             return None
         samples = schedule.end(progress)[1] - progress.samples
         return self.eta.seconds_left(
@@ -131,12 +131,14 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             progress.pending_metrics = None
             _validate_log_save(run, callbacks, metrics_file, metrics)
         start_time = time.perf_counter()
-        for batch in run.data.batches(run.config, progress.samples, schedule.samples, run.ctx.dp_rank, run.ctx.dims.dp):
+        for batch in run.data.batches(
+            run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp
+        ):
             if run.sync_stop_request() or schedule.is_done(progress):
                 break
             step = progress.step + 1
             report_phase(f"computing step {step}", step)
-            lr = learning_rate(progress.step, schedule.steps, optim)
+            lr = lr_at_step(progress.step, schedule.total_steps, optim)
             result = compute_gradients(run.runner, batch, step)
             optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
             progress.step = step
@@ -168,7 +170,7 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     if metrics_file.removed_lines:
         run.console.info(f"metrics.jsonl: removed {metrics_file.removed_lines} lines after step {run.progress.step}")
     run.model.train()
-    run.console.begin(run.schedule.steps, run.progress.step)
+    run.console.begin(run.schedule.total_steps, run.progress.step)
     for callback in callbacks:
         callback.on_start(run)
     try:
@@ -191,7 +193,7 @@ def _validate_log_save(
         try:
             metrics["val_loss"] = _validate(run, callbacks)
             run.sync_stop_request()
-        except ValidationInterrupted:
+        except ValidationInterruptedError:
             progress.pending_metrics = metrics
             return
     metrics_file.write(metrics)
@@ -230,7 +232,7 @@ def _step_metrics(run: Run, batch: StepBatch, result: StepResult, lr: float, sec
     }
 
 
-class ValidationInterrupted(Exception):
+class ValidationInterruptedError(Exception):
     """A signal arrived during validation."""
 
 
@@ -239,7 +241,7 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
         for batch in run.data.validation_batches(run.ctx.dp_rank, run.ctx.dims.dp):
             run.sync_stop_request()
             if run.stop_request.signal is not None:
-                raise ValidationInterrupted
+                raise ValidationInterruptedError
             report_phase(f"validating after step {run.progress.step}")
             yield batch
 
@@ -276,7 +278,7 @@ def mark_best_checkpoint(run: Run) -> None:
     root, progress = run.output_dir / CHECKPOINTS, run.progress
     if not run.config.checkpoint.save_best or progress.best_step is None or progress.best_loss is None:
         return
-    if run.ctx.is_main and (root / folder_name(progress.best_step)).is_dir():
+    if run.ctx.is_main and (root / checkpoint_name(progress.best_step)).is_dir():
         mark_best(root, progress.best_step, progress.best_loss)
 
 
@@ -287,7 +289,7 @@ def _save_and_raise(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
         raise StoppedBySignal(
             f"stopped by {signal.name} before the first step: there is nothing to save", "run the same command to start"
         )
-    is_saved = run.checkpoint is not None and run.checkpoint.name == folder_name(progress.step)
+    is_saved = run.checkpoint is not None and run.checkpoint.name == checkpoint_name(progress.step)
     if not is_saved or progress.pending_metrics is not None:
         _save_checkpoint(run, callbacks)
     how_to_resume = "the same command" if run.config.checkpoint.resume != "never" else "--checkpoint.resume auto"

@@ -53,7 +53,7 @@ def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Itera
     # Several ranks cannot share a progress bar.
     style = "lines" if observe.ranks == "all" and observe.console in ("auto", "bar") else observe.console
     with ExitStack() as stack:
-        if heartbeat.is_attached():
+        if heartbeat.has_launcher():
             # stderr of a launched worker already goes to its log.
             log: TextIO = sys.stderr
         else:
@@ -74,7 +74,7 @@ def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Itera
         try:
             yield console
         except BaseException as error:
-            if not heartbeat.is_attached():
+            if not heartbeat.has_launcher():
                 is_ours = isinstance(error, TorchstoneError)
                 text = str(error) if is_ours else "".join(traceback.format_exception(error))
                 console.log(f"error: {text}", "WARNING")

@@ -16,46 +16,46 @@ from torchstone.training.state import Progress
 
 DRAWS_PER_CHUNK = 1 << 16
 # (step, samples)
-Position = tuple[int, int]
+StepAndSamples = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Interval:
     """Something that happens every n steps or samples, and perhaps at the end of the run."""
 
-    steps: int | None = None
-    samples: tuple[float, ...] = ()
+    every_steps: int | None = None
+    every_samples: tuple[float, ...] = ()
     at_end: bool = False
 
-    def count(self, start: Position, end: Position) -> int:
+    def count(self, start: StepAndSamples, end: StepAndSamples) -> int:
         """How many times it happens after `start` and up to `end`."""
-        counts = [0] if self.steps is None else [_multiples(start[0], end[0], self.steps)]
-        return max(counts + [_multiples(start[1], end[1], every) for every in self.samples])
+        counts = [0] if self.every_steps is None else [_multiples(start[0], end[0], self.every_steps)]
+        return max(counts + [_multiples(start[1], end[1], every) for every in self.every_samples])
 
 
 @dataclass(frozen=True)
 class TrainingSchedule:
     """The step and the sample at which the run ends (None: never), and what happens in between."""
 
-    steps: int | None
-    samples: int | None
+    total_steps: int | None
+    total_samples: int | None
     batch_size: int
     validation: Interval = Interval()
     checkpoint: Interval = Interval()
 
     def is_done(self, progress: Progress) -> bool:
-        return self.steps is not None and progress.step >= self.steps
+        return self.total_steps is not None and progress.step >= self.total_steps
 
     def is_due(self, interval: Interval, progress: Progress, step_samples: int, is_final_step: bool) -> bool:
         """Whether it is due after a step of `step_samples` samples, which `progress` includes."""
         before = (progress.step - 1, progress.samples - step_samples)
         return interval.count(before, (progress.step, progress.samples)) > 0 or (interval.at_end and is_final_step)
 
-    def end(self, progress: Progress) -> Position:
+    def end(self, progress: Progress) -> StepAndSamples:
         """The last step and sample; only for a run that ends."""
-        assert self.steps is not None
-        samples = progress.samples + (self.steps - progress.step) * self.batch_size
-        return self.steps, samples if self.samples is None else min(samples, self.samples)
+        assert self.total_steps is not None
+        samples = progress.samples + (self.total_steps - progress.step) * self.batch_size
+        return self.total_steps, samples if self.total_samples is None else min(samples, self.total_samples)
 
     def count_left(self, interval: Interval, progress: Progress) -> int:
         """How many more times it happens in a run that ends, for the ETA; at most once per step."""

@@ -11,7 +11,7 @@ import torch
 from torchstone import __version__, heartbeat
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
-    find_resume,
+    find_resume_checkpoint,
     read_state,
     resolve_model_folder,
     restore_optimizer,
@@ -24,15 +24,15 @@ from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.execution import Execution
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model, NativeModel, padded_vocab_size
-from torchstone.models.sizing import describe, init_std, sized_decoder_config, sized_hf_config
+from torchstone.models.sizing import build_sized_decoder_config, build_sized_hf_config, describe, resolve_init_std
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.schedule import schedule_warnings
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_new_model, build_runner
+from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
-from torchstone.parallel.shard import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
 from torchstone.training.schedule import plan_schedule
@@ -44,10 +44,10 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     seed = config.training.seed + ctx.dp_rank
     torch.manual_seed(seed)
     heartbeat.report_phase("looking for a checkpoint")
-    checkpoint = find_resume(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
-    source = checkpoint or (resolve_model_folder(config.model.path, ctx) if config.model.path else None)
+    checkpoint = find_resume_checkpoint(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
+    model_folder = checkpoint or (resolve_model_folder(config.model.path, ctx) if config.model.path else None)
     execution = _execution(config, ctx)
-    tokenizer = _check_model(config, source, checkpoint, device, execution)
+    tokenizer = _check_model(config, model_folder, checkpoint, device, execution)
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, console, ctx)
     identity = run_identity(config, data)
@@ -59,8 +59,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         _warn_about_batch_size(state, data, console)
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
-    model = _build_model(config, source, builder, execution, tokenizer, console)
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.roles())
+    model = _build_model(config, model_folder, builder, execution, tokenizer, console)
+    optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds())
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
@@ -69,7 +69,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
     schedule = plan_schedule(config, data, progress)
-    for warning in schedule_warnings(schedule.steps, config.optim):
+    for warning in schedule_warnings(schedule.total_steps, config.optim):
         console.warn(warning)
     checkpoint_info = {
         "identity": identity,
@@ -126,7 +126,7 @@ def select_device(system: SystemConfig) -> torch.device:
                 "leave out system.device_id",
             )
         # A launcher of ours, or `srun --gpus-per-task`, shows each worker only its own device.
-        has_own_device = heartbeat.is_attached() or "SLURM_STEP_ID" in os.environ
+        has_own_device = heartbeat.has_launcher() or "SLURM_STEP_ID" in os.environ
         index = 0 if count == 1 and has_own_device else local_rank()
         if index >= count:
             raise UsageError(f"local rank {index} has no CUDA device: this machine has {count}")
@@ -159,7 +159,7 @@ def check_vocabulary(model: Model, tokenizer: Tokenizer) -> None:
 
 
 def _resume_setting(config: Config, ctx: ParallelContext) -> str:
-    """`checkpoint.resume`, but auto for restarted workers: they resume what they saved, even with never or a path."""
+    """Returns checkpoint.resume. Restarted workers get auto, so that they resume what they saved."""
     is_restarted = ctx.all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
     has_saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
     setting = config.checkpoint.resume
@@ -167,29 +167,33 @@ def _resume_setting(config: Config, ctx: ParallelContext) -> str:
 
 
 def _check_model(
-    config: Config, source: Path | None, checkpoint: Path | None, device: torch.device, execution: Execution
+    config: Config,
+    model_folder: Path | None,
+    checkpoint: Path | None,
+    device: torch.device,
+    execution: ExecutionOptions,
 ) -> Tokenizer:
     """Checks the model before any data is tokenized; returns the tokenizer."""
     dtype = COMPUTE_DTYPE[config.training.precision]
-    if source is not None:
-        check_model_folder(source, device, dtype, execution)
-    folder = checkpoint or tokenizer_path(config, source)
+    if model_folder is not None:
+        check_model_folder(model_folder, device, dtype, execution)
+    folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
-    if source is None:
+    if model_folder is None:
         check_new_model(_new_hf_config(config, tokenizer), device, dtype, execution)
     return tokenizer
 
 
 def _build_model(
     config: Config,
-    source: Path | None,
+    model_folder: Path | None,
     builder: ModelBuilder,
-    execution: Execution,
+    execution: ExecutionOptions,
     tokenizer: Tokenizer,
     console: Console,
 ) -> Model:
-    if source is not None:
-        model = _load_model(config, source, builder, execution, tokenizer, console)
+    if model_folder is not None:
+        model = _load_model(config, model_folder, builder, execution, tokenizer, console)
     else:
         model = _new_model(config, builder, execution, tokenizer, console)
     for note in model.notes:
@@ -201,19 +205,24 @@ def _build_model(
 
 
 def _load_model(
-    config: Config, folder: Path, builder: ModelBuilder, execution: Execution, tokenizer: Tokenizer, console: Console
+    config: Config,
+    folder: Path,
+    builder: ModelBuilder,
+    execution: ExecutionOptions,
+    tokenizer: Tokenizer,
+    console: Console,
 ) -> Model:
     dtype, max_length = COMPUTE_DTYPE[config.training.precision], config.data.context_length
     model = load_model(folder, builder.device, dtype, execution, builder, tokenizer.size)
     if config.model.depth is not None:
-        expected = sized_decoder_config(config.model, padded_vocab_size(tokenizer.size), max_length)
+        expected = build_sized_decoder_config(config.model, padded_vocab_size(tokenizer.size), max_length)
         if not isinstance(model, NativeModel) or expected != model.module.config:
             raise CheckpointError(
                 f"the model in {folder} differs from the config: {model.describe()}",
                 f"the config has {config.model.family}, native: {describe(expected)}; choose another --output-dir to "
                 "start a new run",
             )
-    for change in model.align_with_tokenizer(tokenizer.size, _special_ids(tokenizer), tokenizer.stop_ids):
+    for change in model.align_special_tokens(_special_ids(tokenizer), tokenizer.stop_ids):
         console.warn(change)
     if model.max_positions is not None and max_length > model.max_positions and model.length_error(max_length) is None:
         console.warn(f"data.context_length {max_length} exceeds the {model.max_positions} positions of the model")
@@ -222,11 +231,11 @@ def _load_model(
 
 
 def _new_model(
-    config: Config, builder: ModelBuilder, execution: Execution, tokenizer: Tokenizer, console: Console
+    config: Config, builder: ModelBuilder, execution: ExecutionOptions, tokenizer: Tokenizer, console: Console
 ) -> Model:
     if config.model.implementation == "fallback":
         raise UsageError("a new model is native, but model.implementation is fallback", "set it to auto")
-    std = init_std(config.model, config.model.width or 64 * (config.model.depth or 0))
+    std = resolve_init_std(config.model, config.model.width or 64 * (config.model.depth or 0))
     dtype, hf_config = COMPUTE_DTYPE[config.training.precision], _new_hf_config(config, tokenizer)
     model = build_new_model(hf_config, std, config.training.seed, builder.device, dtype, execution, builder)
     console.info(f"new model: {model.describe()}, init std {std:.4f}")
@@ -235,10 +244,10 @@ def _new_model(
 
 def _new_hf_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     vocab_size = padded_vocab_size(tokenizer.size)
-    return sized_hf_config(config.model, vocab_size, config.data.context_length) | _special_ids(tokenizer)
+    return build_sized_hf_config(config.model, vocab_size, config.data.context_length) | _special_ids(tokenizer)
 
 
-def _execution(config: Config, ctx: ParallelContext) -> Execution:
+def _execution(config: Config, ctx: ParallelContext) -> ExecutionOptions:
     model = config.model
     if ctx.mesh is not None and model.compile == "whole":
         raise UsageError(
@@ -250,7 +259,7 @@ def _execution(config: Config, ctx: ParallelContext) -> Execution:
             "model.compile does not work with parallel.tp: torch.compile computes wrong gradients there",
             "leave out one of them",
         )
-    return Execution(
+    return ExecutionOptions(
         tp=ctx.dims.tp,
         pp=ctx.dims.pp,
         implementation=model.implementation,

@@ -14,7 +14,7 @@ import torch
 
 from torchstone.data.loader import StepBatch
 from torchstone.errors import DataError
-from torchstone.optim.clip import clip_gradients, squared_norm
+from torchstone.optim.clip import clip_grads_with_norm_, squared_norm
 from torchstone.parallel.local_shards import is_owner
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_finite
@@ -62,7 +62,7 @@ def optimizer_step(
 ) -> None:
     """Checks, clips and applies the gradients, and clears them."""
     check_finite(step, result.loss, result.grad_norm, runner)
-    clip_gradients((p for _, p in runner.model.named_parameters()), result.grad_norm, max_grad_norm)
+    clip_grads_with_norm_((p for _, p in runner.model.named_parameters()), result.grad_norm, max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

@@ -48,19 +48,16 @@ class StopRequest:
             self.signal = self.signal or signal.Signals(code // 2)
         if code % 2:
             self.reason = self.reason or self.local_reason or "another rank's callback asked for it"
-        return bool(self)
-
-    def __bool__(self) -> bool:
         return self.signal is not None or self.reason is not None
 
 
 @contextmanager
-def handle_stop_signals(request: StopRequest | None = None, exits_after: bool = False) -> Iterator[None]:
+def handle_stop_signals(request: StopRequest | None = None, ignore_signals_after: bool = False) -> Iterator[None]:
     """Records stop signals in `request`; without a request, a signal raises `StoppedBySignal`.
 
     Ignored signals stay ignored (nohup). Outside the main thread it does nothing. On exit it restores the previous
-    handlers. If the process `exits_after` this, signals are ignored instead, so that a late one does not change the
-    exit code.
+    handlers. With `ignore_signals_after` signals are then ignored instead, so that a late one does not change the exit
+    code.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -83,4 +80,4 @@ def handle_stop_signals(request: StopRequest | None = None, exits_after: bool = 
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, signal.SIG_IGN if exits_after else handler)
+            signal.signal(number, signal.SIG_IGN if ignore_signals_after else handler)

@@ -14,8 +14,9 @@ Shapes: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from torchstone.errors import UsageError
 from torchstone.loss.cross_entropy import IGNORE_INDEX
+from torchstone.models.attention import build_attn_mask
 from torchstone.models.fallback.probing import first_line, windows_of
 from torchstone.models.generate import sample_token
 
@@ -38,9 +40,11 @@ MAX_POSITION_KEYS = (
     "n_ctx",
     "seq_length",
 )
+# logits [B, V] -> the next tokens [B].
+TokenSampler = Callable[[Tensor], Tensor]
 
 
-class Fallback(nn.Module):
+class FallbackModule(nn.Module):
     """forward(ids, positions, doc_ids) -> logits, by a Transformers model.
 
     `packing_method` is one of PACKING_METHODS (probing.py), or None if a row may hold only one document.
@@ -51,11 +55,11 @@ class Fallback(nn.Module):
         self.hf = hf
         self.packing_method = packing_method
         self.packing_error = None if packing_method else "no method was found that separates packed documents"
-        self.notes: list[str] = []
+        self.warnings: list[str] = []
         # The file's bytes: Transformers refuses to write many published generation_config.json files back.
         self.generation_config: bytes | None = None
         self._forward_parameters = inspect.signature(hf.forward).parameters
-        hf.loss_function = token_loss_sum
+        hf.loss_function = hf_loss_function
 
     def forward(self, ids_BT: Tensor, positions_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
         """Without `doc_ids` every row is one sequence, with padding on the right if any."""
@@ -90,10 +94,10 @@ class Fallback(nn.Module):
         if rope_limit is not None and max_length > rope_limit:
             return (
                 f"beyond {rope_limit} tokens its RoPE depends on the longest row of the batch in Transformers, so a "
-                "row's result would depend on its neighbours"
+                "row's result would depend on its neighbors"
             )
         positions = self.max_positions
-        sizes = [part.num_embeddings for part in self.hf.modules() if isinstance(part, nn.Embedding)]
+        sizes = [submodule.num_embeddings for submodule in self.hf.modules() if isinstance(submodule, nn.Embedding)]
         # Some models reserve a few position embeddings at the beginning.
         if positions is not None and max_length > positions and any(positions <= n <= positions + 8 for n in sizes):
             return f"the model has embeddings for {positions} positions"
@@ -125,9 +129,9 @@ class Fallback(nn.Module):
             raise ValueError("a prompt is empty")
         if max_new_tokens < 1:
             return [[] for _ in prompts]
-        sampler = _Sampler(temperature, generator)
+        sample = partial(sample_token, temperature=temperature, generator=generator)
         with eval_mode(self), default_generation_config(self.hf):
-            return [self._continue(list(prompt), max_new_tokens, list(stop_ids), sampler) for prompt in prompts]
+            return [self._generate_one(list(prompt), max_new_tokens, list(stop_ids), sample) for prompt in prompts]
 
     @torch.no_grad()
     def resize_embeddings(self, vocab_size: int) -> None:
@@ -173,39 +177,51 @@ class Fallback(nn.Module):
             return positions_BT
         return positions_BT[:, :1] + torch.arange(length, device=positions_BT.device)
 
-    def _continue(self, prompt: list[int], max_new_tokens: int, stop_ids: list[int], sampler: _Sampler) -> list[int]:
+    def _generate_one(
+        self, prompt: list[int], max_new_tokens: int, stop_ids: list[int], sample: TokenSampler
+    ) -> list[int]:
         if self.hf.can_generate():
-            tokens = self._continue_with_cache(prompt, max_new_tokens, stop_ids, sampler)
+            tokens = self._generate_with_cache(prompt, max_new_tokens, stop_ids, sample)
         else:
-            tokens = self._continue_without_cache(prompt, max_new_tokens, stop_ids, sampler)
+            tokens = self._generate_without_cache(prompt, max_new_tokens, stop_ids, sample)
         end = next((index for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
         return tokens[:end]
 
-    def _continue_with_cache(self, prompt: list[int], count: int, stop_ids: list[int], sampler: _Sampler) -> list[int]:
+    def _generate_with_cache(
+        self, prompt: list[int], max_new_tokens: int, stop_ids: list[int], sample: TokenSampler
+    ) -> list[int]:
         from transformers import GenerationConfig
 
+        def keep_sampled_token(input_ids: Tensor, scores: Tensor) -> Tensor:
+            return torch.full_like(scores, float("-inf")).scatter_(1, sample(scores.float())[:, None], 0.0)
+
         ids = torch.tensor([prompt], device=self.device)
-        greedy = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=stop_ids or None, pad_token_id=0)
+        greedy = GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop_ids or None, pad_token_id=0
+        )
         row = self.hf.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=greedy, logits_processor=[sampler.keep_one]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=greedy,
+            logits_processor=[keep_sampled_token],
         )
         return row[0, len(prompt) :].tolist()
 
-    def _continue_without_cache(
-        self, prompt: list[int], count: int, stop_ids: list[int], sampler: _Sampler
+    def _generate_without_cache(
+        self, prompt: list[int], max_new_tokens: int, stop_ids: list[int], sample: TokenSampler
     ) -> list[int]:
         """Recomputes the complete sequence for every token."""
         ids = torch.tensor([prompt], device=self.device)
-        for _ in range(count):
+        for _ in range(max_new_tokens):
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
-            token = sampler(self(ids, positions)[:, -1].float())
+            token = sample(self(ids, positions)[:, -1].float())
             ids = torch.cat((ids, token[:, None]), dim=1)
             if token.item() in stop_ids:
                 break
         return ids[0, len(prompt) :].tolist()
 
 
-def token_loss_sum(
+def hf_loss_function(
     logits: Tensor, labels: Tensor | None, *_: Any, shift_labels: Tensor | None = None, **__: Any
 ) -> Tensor:
     """The loss that `hf(..., labels=labels)` uses here: the sum over tokens, not Transformers' mean."""
@@ -222,27 +238,20 @@ def packed_mask(hf: PreTrainedModel, method: str, positions_BT: Tensor, doc_ids_
     if method == "positions":
         return None
     config = hf.config.get_text_config()
-    visible_BTT = same_document_mask(doc_ids_BT)
+    visible_B1TT = build_attn_mask(doc_ids_BT, doc_ids_BT, window=None)
     if method == "mask":
-        return _as_attention_mask(hf, visible_BTT)
+        return _as_attention_mask(hf, visible_B1TT)
     if method == "window mask":
-        return _as_attention_mask(hf, visible_BTT & _within(max(windows_of(config).values()), positions_BT))
+        return _as_attention_mask(hf, visible_B1TT & _within(max(windows_of(config).values()), positions_BT))
     masks = {}
     for layer_type in set(config.layer_types):
-        masks[layer_type] = visible_BTT
+        masks[layer_type] = visible_B1TT
         if layer_type == "sliding_attention":
-            masks[layer_type] = visible_BTT & _within(config.sliding_window, positions_BT)
+            masks[layer_type] = visible_B1TT & _within(config.sliding_window, positions_BT)
         elif layer_type == "chunked_attention":
             chunks = positions_BT // config.attention_chunk_size
-            masks[layer_type] = visible_BTT & (chunks[:, :, None] == chunks[:, None, :])
+            masks[layer_type] = visible_B1TT & (chunks[:, :, None] == chunks[:, None, :])[:, None]
     return {layer_type: _as_attention_mask(hf, mask) for layer_type, mask in masks.items()}
-
-
-def same_document_mask(doc_ids_BT: Tensor) -> Tensor:
-    """A token sees itself and earlier tokens of its own document, [B, T, T]."""
-    T = doc_ids_BT.shape[1]
-    causal = torch.ones(T, T, dtype=torch.bool, device=doc_ids_BT.device).tril()
-    return (doc_ids_BT[:, :, None] == doc_ids_BT[:, None, :]) & causal
 
 
 def fixed_rope_length(config: Any) -> int | None:
@@ -275,43 +284,29 @@ def default_generation_config(hf: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 def fork_rng(device: torch.device) -> Any:
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-class _Sampler:
-    """Samples the next token from logits [B, V]; `keep_one` makes Transformers' greedy search pick the same one."""
-
-    def __init__(self, temperature: float, generator: torch.Generator | None) -> None:
-        self.temperature, self.generator = temperature, generator
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return sample_token(logits.float(), self.temperature, self.generator)
-
-    def keep_one(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, float("-inf")).scatter_(1, self(scores)[:, None], 0.0)
-
-
 def _within(window: int, positions_BT: Tensor) -> Tensor:
-    return positions_BT[:, :, None] - positions_BT[:, None, :] < window
+    return (positions_BT[:, :, None] - positions_BT[:, None, :] < window)[:, None]
 
 
-def _as_attention_mask(hf: PreTrainedModel, visible_BTT: Tensor) -> Tensor:
+def _as_attention_mask(hf: PreTrainedModel, visible_B1TT: Tensor) -> Tensor:
     """Transformers passes a 4D mask to the kernel as it is: sdpa takes booleans, eager adds the mask to the scores."""
-    visible = visible_BTT[:, None]
     if hf.config._attn_implementation == "sdpa":
-        return visible
+        return visible_B1TT
     dtype = hf.get_input_embeddings().weight.dtype
-    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    return torch.zeros_like(visible_B1TT, dtype=dtype).masked_fill(~visible_B1TT, torch.finfo(dtype).min)
 
 
 def _check_boundaries(positions_BT: Tensor, doc_ids_BT: Tensor) -> None:

@@ -26,38 +26,38 @@ from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.attention import PADDING_DOC_ID
 
 if TYPE_CHECKING:
-    from torchstone.models.fallback.module import Fallback
+    from torchstone.models.fallback.module import FallbackModule
 
 # Methods to separate packed documents, in the order in which they are tried.
 PACKING_METHODS = {
-    "layer masks": "a block mask per layer type",
-    "mask": "one block mask for all layers",
-    "window mask": "one block mask that includes the sliding window",
+    "layer masks": "a block-diagonal mask per layer type",
+    "mask": "one block-diagonal mask for all layers",
+    "window mask": "one block-diagonal mask that includes the sliding window",
     "positions": "positions that restart with every document",
 }
 WINDOW_KEY = re.compile(r"(^|_)window(_size)?$|^attention_chunk_size$")
 
 
 @dataclass(frozen=True)
-class Limits:
+class Tolerances:
     """How far two computations of the same logits may differ, relative to the logits' spread.
 
-    `same` is for computations in different shapes, which round differently. `unseen` is for computations in the same
-    shapes, where only the experts of an MoE get different batches. In 16 bits rounding may make a router choose a
-    different expert, so there `same` applies to the median position and not to the worst.
+    `rounding` is for computations in different shapes, which round differently. `leak` is for inputs that a token must
+    not see: the shapes are the same, and only the experts of an MoE get different batches. In 16 bits rounding may make
+    a router choose a different expert, so there `rounding` applies to the median position and not to the worst.
     """
 
-    same: float
-    unseen: float
-    unseen_with_experts: float
+    rounding: float
+    leak: float
+    leak_with_experts: float
     use_median: bool
 
 
-LIMITS = {
-    torch.float64: Limits(1e-9, 1e-12, 1e-12, False),
-    torch.float32: Limits(5e-5, 2e-6, 2e-6, False),
-    torch.float16: Limits(1e-2, 0.0, 2e-3, True),
-    torch.bfloat16: Limits(5e-2, 0.0, 1e-2, True),
+TOLERANCES = {
+    torch.float64: Tolerances(1e-9, 1e-12, 1e-12, False),
+    torch.float32: Tolerances(5e-5, 2e-6, 2e-6, False),
+    torch.float16: Tolerances(1e-2, 0.0, 2e-3, True),
+    torch.bfloat16: Tolerances(5e-2, 0.0, 1e-2, True),
 }
 # A planted fault must change the logits by this factor more than the method under test.
 FAULT_MARGIN = 10
@@ -69,41 +69,41 @@ SMALL_WINDOW = 4
 MAX_PROBED_WINDOW = 512
 
 
-def check_causal(module: Fallback, folder: Path) -> None:
+def check_causal(module: FallbackModule, folder: Path) -> None:
     """Raises if a token sees later tokens, or a row sees another row."""
     name = type(module.hf).__name__
-    rows, limits, cut = make_rows([[12], [12]], module), limits_of(module), 7
-    other = (rows.ids + 1 + module.vocab_size // 2) % module.vocab_size
-    later, neighbour = rows.ids.clone(), rows.ids.clone()
-    later[0, cut:], neighbour[1] = other[0, cut:], other[1]
+    batch, tolerances, cut = make_probe_batch([[12], [12]], module), get_tolerances(module), 7
+    other = (batch.ids + 1 + module.vocab_size // 2) % module.vocab_size
+    later, neighbor = batch.ids.clone(), batch.ids.clone()
+    later[0, cut:], neighbor[1] = other[0, cut:], other[1]
     try:
-        plain, with_later, with_neighbour = (module(ids, rows.positions) for ids in (rows.ids, later, neighbour))
+        plain, with_later, with_neighbor = (module(ids, batch.positions) for ids in (batch.ids, later, neighbor))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise UsageError(
             f"{folder}: {name} does not run on token ids alone: {type(error).__name__}: {first_line(error)}"
         ) from error
-    if plain.shape[:2] != rows.ids.shape:
+    if plain.shape[:2] != batch.ids.shape:
         raise UsageError(
-            f"{folder}: {name} returns logits of shape {list(plain.shape)} for ids of shape {list(rows.ids.shape)}"
+            f"{folder}: {name} returns logits of shape {list(plain.shape)} for ids of shape {list(batch.ids.shape)}"
         )
     if not bool(plain.isfinite().all()):
         raise CheckpointError(f"{folder}: {name} returns logits that are not finite: the weights have NaN or overflow")
-    if not _difference(with_later[0, :cut], plain[0, :cut]) <= limits.unseen:
+    if not _difference(with_later[0, :cut], plain[0, :cut]) <= tolerances.leak:
         raise UsageError(
             f"{folder}: {name} is not causal: a token sees later tokens", "an encoder cannot be trained as a decoder"
         )
-    if not _difference(with_neighbour[0], plain[0]) <= limits.unseen:
+    if not _difference(with_neighbor[0], plain[0]) <= tolerances.leak:
         raise UsageError(f"{folder}: {name} mixes the rows of a batch: the batch size would change its results")
 
 
-def find_packing_method(module: Fallback) -> tuple[str | None, str | None]:
+def find_packing_method(module: FallbackModule) -> tuple[str | None, str | None]:
     """The first of PACKING_METHODS that gives packed documents the same logits as alone; else None and the reason."""
     config = module.hf.config.get_text_config()
     windows = windows_of(config)
     effect = _small_window_effect(module, config, windows)
-    can_shrink = effect > FAULT_MARGIN * limits_of(module).unseen_with_experts
+    can_shrink = effect > FAULT_MARGIN * get_tolerances(module).leak_with_experts
     max_window = max(windows.values(), default=0)
     if windows and not can_shrink and max_window > MAX_PROBED_WINDOW:
         return None, f"its window of {max_window} tokens is not read from config.json and is too long to probe"
@@ -119,26 +119,26 @@ def find_packing_method(module: Fallback) -> tuple[str | None, str | None]:
     return None, f"{type(module.hf).__name__} does not separate packed documents: {'; '.join(reasons)}"
 
 
-def limits_of(module: Fallback) -> Limits:
-    limits = LIMITS[module.hf.get_input_embeddings().weight.dtype]
+def get_tolerances(module: FallbackModule) -> Tolerances:
+    tolerances = TOLERANCES[module.hf.get_input_embeddings().weight.dtype]
     settings = module.hf.config.get_text_config().to_dict()
     has_experts = any("expert" in key and is_positive(value) for key, value in settings.items())
-    return replace(limits, unseen=limits.unseen_with_experts) if has_experts else limits
+    return replace(tolerances, leak=tolerances.leak_with_experts) if has_experts else tolerances
 
 
 @dataclass(frozen=True)
-class Rows:
+class ProbeBatch:
     ids: Tensor
     positions: Tensor
     doc_ids: Tensor
 
 
-def make_rows(lengths: list[list[int]], module: Fallback, seed: int = 0) -> Rows:
+def make_probe_batch(lengths: list[list[int]], module: FallbackModule) -> ProbeBatch:
     """Rows of random documents with these lengths, padded on the right."""
     width = max(sum(row) for row in lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.long)
     positions, doc_ids = torch.zeros_like(ids), torch.full_like(ids, PADDING_DOC_ID)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for row, sizes in enumerate(lengths):
         start = 0
         for document, size in enumerate(sizes):
@@ -147,7 +147,7 @@ def make_rows(lengths: list[list[int]], module: Fallback, seed: int = 0) -> Rows
             positions[row, columns] = torch.arange(size)
             doc_ids[row, columns] = document
             start += size
-    return Rows(*(tensor.to(module.device) for tensor in (ids, positions, doc_ids)))
+    return ProbeBatch(*(tensor.to(module.device) for tensor in (ids, positions, doc_ids)))
 
 
 def windows_of(config: Any) -> dict[str, int]:
@@ -178,17 +178,17 @@ def _difference(logits: Tensor, expected: Tensor, use_median: bool = False) -> f
     return value if value == value else float("inf")
 
 
-def _small_window_effect(module: Fallback, config: Any, windows: dict[str, int]) -> float:
+def _small_window_effect(module: FallbackModule, config: Any, windows: dict[str, int]) -> float:
     """By how much a smaller window changes a document's logits. Zero if the model does not read it from the config."""
     if not windows:
         return 0.0
     # Compared with a window that the document does not reach: the config's own may be small already.
-    rows = make_rows([[max(DOCUMENT_LENGTHS[0])]], module)
-    wide = dict.fromkeys(windows, 2 * rows.ids.shape[1])
+    batch = make_probe_batch([[max(DOCUMENT_LENGTHS[0])]], module)
+    wide = dict.fromkeys(windows, 2 * batch.ids.shape[1])
     with _override_config(config, wide):
-        expected = module(rows.ids, rows.positions)
+        expected = module(batch.ids, batch.positions)
     with _override_config(config, _shrink(windows)):
-        logits = module(rows.ids, rows.positions)
+        logits = module(batch.ids, batch.positions)
     return _difference(logits[0], expected[0])
 
 
@@ -212,51 +212,55 @@ def _override_config(config: Any, values: dict[str, int]) -> Iterator[None]:
 class _Probe:
     """Packed rows, which tokens are compared, their logits without packing, and the effect of a planted fault."""
 
-    rows: Rows
-    compared_BT: Tensor
-    changed_BT: Tensor
-    alone_NV: Tensor
-    fault: float
+    batch: ProbeBatch
+    is_compared_BT: Tensor
+    is_changed_BT: Tensor
+    unpacked_logits_NV: Tensor
+    fault_effect: float
 
 
-def _make_probes(module: Fallback, max_window: int, window_fault: float) -> list[_Probe]:
-    short, far, fillers = make_rows(DOCUMENT_LENGTHS, module), *_far_row(module)
+def _make_probes(module: FallbackModule, max_window: int, window_fault: float) -> list[_Probe]:
+    short, far, fillers = make_probe_batch(DOCUMENT_LENGTHS, module), *_far_row(module)
     is_last = far.doc_ids >= fillers
     probes = [
         _make_probe(module, short, short.doc_ids != PADDING_DOC_ID, short.doc_ids == 0, window_fault),
         _make_probe(module, far, is_last, ~is_last, float("inf")),
     ]
     if max_window > 0:
-        long = make_rows([[max_window + 9, 5], [5, max_window + 9]], module)
+        long = make_probe_batch([[max_window + 9, 5], [5, max_window + 9]], module)
         probes.append(_make_probe(module, long, long.doc_ids != PADDING_DOC_ID, long.doc_ids == 0, float("inf")))
     return probes
 
 
-def _far_row(module: Fallback) -> tuple[Rows, int]:
+def _far_row(module: FallbackModule) -> tuple[ProbeBatch, int]:
     """Documents at the end of a long row, and the number of documents before them."""
     tokens = FAR_TOKENS
     if module.max_positions is not None:
         tokens = min(tokens, module.max_positions - sum(DOCUMENT_LENGTHS[0]))
     fillers = max(1, tokens // FILLER_LENGTH)
-    return make_rows([[FILLER_LENGTH] * fillers + DOCUMENT_LENGTHS[0]], module), fillers
+    return make_probe_batch([[FILLER_LENGTH] * fillers + DOCUMENT_LENGTHS[0]], module), fillers
 
 
-def _make_probe(module: Fallback, rows: Rows, compared_BT: Tensor, changed_BT: Tensor, fault: float) -> _Probe:
-    alone_NV = _logits_alone(module, rows, compared_BT)
-    width = rows.ids.shape[1]
+def _make_probe(
+    module: FallbackModule, batch: ProbeBatch, is_compared_BT: Tensor, is_changed_BT: Tensor, fault_effect: float
+) -> _Probe:
+    unpacked_logits_NV = _unpacked_logits(module, batch, is_compared_BT)
+    width = batch.ids.shape[1]
     if module.max_positions is None or width <= module.max_positions:
         # One planted fault: no boundaries at all.
-        unbounded = module(rows.ids, torch.arange(width, device=rows.ids.device).expand_as(rows.ids))
-        fault = min(fault, _difference(unbounded[compared_BT], alone_NV, limits_of(module).use_median))
-    return _Probe(rows, compared_BT, changed_BT, alone_NV, fault)
+        unbounded = module(batch.ids, torch.arange(width, device=batch.ids.device).expand_as(batch.ids))
+        fault_effect = min(
+            fault_effect, _difference(unbounded[is_compared_BT], unpacked_logits_NV, get_tolerances(module).use_median)
+        )
+    return _Probe(batch, is_compared_BT, is_changed_BT, unpacked_logits_NV, fault_effect)
 
 
-def _logits_alone(module: Fallback, rows: Rows, compared_BT: Tensor) -> Tensor:
+def _unpacked_logits(module: FallbackModule, batch: ProbeBatch, is_compared_BT: Tensor) -> Tensor:
     """The logits of the compared documents, each in a row of its own."""
     documents = [
-        rows.ids[row][compared_BT[row] & (rows.doc_ids[row] == document)]
-        for row in range(rows.ids.shape[0])
-        for document in rows.doc_ids[row][compared_BT[row]].unique().tolist()
+        batch.ids[row][is_compared_BT[row] & (batch.doc_ids[row] == document)]
+        for row in range(batch.ids.shape[0])
+        for document in batch.doc_ids[row][is_compared_BT[row]].unique().tolist()
     ]
     ids = nn.utils.rnn.pad_sequence(documents, batch_first=True)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -271,28 +275,29 @@ def _candidates(config: Any, windows: dict[str, int]) -> list[str]:
     return [method for method in PACKING_METHODS if is_possible[method]]
 
 
-def _packing_error(module: Fallback, method: str, probe: _Probe) -> str | None:
+def _packing_error(module: FallbackModule, method: str, probe: _Probe) -> str | None:
     """What is wrong with a packing method, or None."""
-    rows, limits = probe.rows, limits_of(module)
-    other = (rows.ids + 1 + module.vocab_size // 2) % module.vocab_size
-    changed_ids = torch.where(probe.changed_BT, other, rows.ids)
+    batch, tolerances = probe.batch, get_tolerances(module)
+    other = (batch.ids + 1 + module.vocab_size // 2) % module.vocab_size
+    changed_ids = torch.where(probe.is_changed_BT, other, batch.ids)
 
-    def packed(ids: Tensor) -> Tensor:
-        return module.forward_packed(method, ids, rows.positions, rows.doc_ids)
+    def run_packed(ids: Tensor) -> Tensor:
+        return module.forward_packed(method, ids, batch.positions, batch.doc_ids)
 
     try:
-        logits, after_change = packed(rows.ids), packed(changed_ids)
+        logits, after_change = run_packed(batch.ids), run_packed(changed_ids)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return f"it does not run ({type(error).__name__})"
-    unchanged = probe.compared_BT & ~probe.changed_BT
+    unchanged = probe.is_compared_BT & ~probe.is_changed_BT
     leak = _difference(after_change[unchanged], logits[unchanged])
-    if not leak <= limits.unseen:
+    if not leak <= tolerances.leak:
         return f"a document sees another one (its logits change by {leak:.1e} of their spread)"
-    error_ = _difference(logits[probe.compared_BT], probe.alone_NV, limits.use_median)
-    if not error_ <= limits.same:
+    error_ = _difference(logits[probe.is_compared_BT], probe.unpacked_logits_NV, tolerances.use_median)
+    if not error_ <= tolerances.rounding:
         return f"a document's logits differ from its logits alone ({error_:.1e} of their spread)"
-    if error_ * FAULT_MARGIN > probe.fault:
-        return f"right and wrong are indistinguishable in {module.hf.dtype} ({error_:.1e} against {probe.fault:.1e})"
+    if error_ * FAULT_MARGIN > probe.fault_effect:
+        values = f"{error_:.1e} against {probe.fault_effect:.1e}"
+        return f"right and wrong are indistinguishable in {module.hf.dtype} ({values})"
     return None

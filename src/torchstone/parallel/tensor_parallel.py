@@ -5,7 +5,7 @@ The arithmetic and the communication are torch's (DTensor and its parallel style
 
 - Heads are not split. A rank has heads / tp query heads and the key/value heads they read. Where tp does not divide the
   key/value heads, every rank computes all of them and selects its own; their gradients are then partial sums.
-- A fused matrix has the shards of its parts in rank order, so that a shard of the fused matrix is a shard of each part.
+- Each rank's shard of a fused matrix is its shards of q, k and v (or of gate and up), stacked.
   Files never see that order (local_shards.py).
 - With `parallel.sequence` the residual stream is sharded along the sequence (sequence parallelism): norms work on a
   part of each row, and their weights' gradients are partial sums too. Row lengths must be a multiple of tp.
@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Attention, Decoder, DecoderConfig
@@ -34,38 +40,24 @@ HEADS_DIM, FEATURES_DIM, SEQUENCE_DIM = 1, -1, 1
 
 
 class ReplicatedParams(ParallelStyle):
-    """Parameters replicated on every rank (or placed as `params`); input and output have the placement `layout`."""
+    """Parameters replicated on every rank (or placed as `params`); input and output have `placement`."""
 
-    def __init__(self, layout: Placement, use_local_output: bool = True, params: Placement | None = None) -> None:
+    def __init__(self, placement: Placement, use_local_output: bool = True, params: Placement | None = None) -> None:
         super().__init__()
-        self.layout, self.use_local_output, self.params = layout, use_local_output, params or Replicate()
+        self.placement, self.use_local_output, self.params = placement, use_local_output, params or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
             module,
             device_mesh,
             self._distribute_params,
-            partial(_prepare_input, self.layout, self.layout),
-            partial(_prepare_output, self.layout, self.use_local_output),
+            partial(_prepare_input, self.placement),
+            partial(_prepare_output, self.placement, self.use_local_output),
         )
 
     def _distribute_params(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for param_name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(param_name, nn.Parameter(distribute_tensor(parameter, mesh, [self.params])))
-
-
-class RedistributeInput(ParallelStyle):
-    """A module without parameters of its own whose first input is redistributed from `current` to `desired`."""
-
-    def __init__(self, current: Placement, desired: Placement) -> None:
-        super().__init__()
-        self.current, self.desired = current, desired
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(
-            lambda _, inputs: _prepare_input(self.current, self.desired, None, inputs, device_mesh)
-        )
-        return module
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -85,26 +77,29 @@ def tp_plan(decoder: Decoder, tp: int, residual: Placement) -> dict[str, Paralle
     rowwise = RowwiseParallel(output_layouts=residual)
     colwise = ColwiseParallel()
     has_full_qk_norm = config.qk_norm == "all"
-    heads = ColwiseParallel(use_local_output=not has_full_qk_norm)
+    colwise_qk = ColwiseParallel(use_local_output=not has_full_qk_norm)
     # All key/value heads on every rank; select_kv_heads takes this rank's.
-    all_heads = ReplicatedParams(Replicate(), use_local_output=False)
+    replicated_kv = ReplicatedParams(Replicate(), use_local_output=False)
     is_kv_sharded = shards_kv_heads(config, tp)
-    by_head = ReplicatedParams(Shard(HEADS_DIM))
-    by_feature = ReplicatedParams(Shard(FEATURES_DIM), params=Shard(0))
-    block: dict[str, ParallelStyle] = {
+    per_head_norm = ReplicatedParams(Shard(HEADS_DIM))
+    full_norm = ReplicatedParams(Shard(FEATURES_DIM), params=Shard(0))
+    block_plan: dict[str, ParallelStyle] = {
         "attention_norm": ReplicatedParams(residual, use_local_output=False),
         "mlp_norm": ReplicatedParams(residual, use_local_output=False),
         "attention_norm_after": ReplicatedParams(residual),
         "mlp_norm_after": ReplicatedParams(residual),
-        "attention": RedistributeInput(residual, Replicate()),
-        "attention.wq": heads,
-        "attention.wk": heads if is_kv_sharded else all_heads,
-        "attention.wv": colwise if is_kv_sharded else all_heads,
+        # x, then the LayerInputs and the cache, which are not tensors.
+        "attention": PrepareModuleInput(
+            input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.wq": colwise_qk,
+        "attention.wk": colwise_qk if is_kv_sharded else replicated_kv,
+        "attention.wv": colwise if is_kv_sharded else replicated_kv,
         "attention.wqkv": colwise,
-        "attention.q_norm": by_feature if has_full_qk_norm else by_head,
-        "attention.k_norm": (by_feature if has_full_qk_norm else by_head) if is_kv_sharded else all_heads,
+        "attention.q_norm": full_norm if has_full_qk_norm else per_head_norm,
+        "attention.k_norm": (full_norm if has_full_qk_norm else per_head_norm) if is_kv_sharded else replicated_kv,
         "attention.wo": rowwise,
-        "mlp": RedistributeInput(residual, Replicate()),
+        "mlp": PrepareModuleInput(input_layouts=residual, desired_input_layouts=Replicate()),
         "mlp.gate": colwise,
         "mlp.up": colwise,
         "mlp.gate_up": colwise,
@@ -116,7 +111,7 @@ def tp_plan(decoder: Decoder, tp: int, residual: Placement) -> dict[str, Paralle
         "norm": ReplicatedParams(residual, use_local_output=False),
         "head": ColwiseParallel(input_layouts=residual, use_local_output=False),
     }
-    plan |= {f"layers.{n}.{name}": style for n in decoder.layers for name, style in block.items()}
+    plan |= {f"layers.{n}.{name}": style for n in decoder.layers for name, style in block_plan.items()}
     modules = dict(decoder.named_modules())
     return {name: style for name, style in plan.items() if name in modules}
 
@@ -176,19 +171,17 @@ def _use_global_padding_idx(decoder: Decoder, mesh: DeviceMesh, sequence_paralle
     embed.register_forward_hook(detach_padding)
 
 
-def _prepare_input(current: Placement, desired: Placement, _: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-    """Returns the inputs, the first as a DTensor with placement `desired`. A plain tensor has placement `current`."""
-    first, *others = inputs
-    if not isinstance(first, DTensor):
-        first = DTensor.from_local(first, mesh, [current], run_check=False)
-    if first.placements != (desired,):
-        first = first.redistribute(placements=[desired])
-    return (first, *others)
+def _prepare_input(placement: Placement, _: Any, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+    """The input as a DTensor with `placement`; a plain tensor has it already."""
+    (x,) = inputs
+    if not isinstance(x, DTensor):
+        return DTensor.from_local(x, mesh, [placement], run_check=False)
+    return x if x.placements == (placement,) else x.redistribute(placements=[placement])
 
 
-def _prepare_output(layout: Placement, use_local_output: bool, _: Any, output: DTensor, mesh: DeviceMesh) -> Tensor:
-    if output.placements != (layout,):
-        output = output.redistribute(placements=[layout])
+def _prepare_output(placement: Placement, use_local_output: bool, _: Any, output: DTensor, mesh: DeviceMesh) -> Tensor:
+    if output.placements != (placement,):
+        output = output.redistribute(placements=[placement])
     return output.to_local() if use_local_output else output
 
 

@@ -6,8 +6,8 @@
 | 2 | the same | all parameters gathered from first use to the end of the step | sharded as they are computed |
 | 1 | the same | the same | unsharded, reduced once per step |
 
-So during a step 1 and 2 hold and send the same as ZeRO-1 and ZeRO-2. Between steps the weights are sharded, so no rank
-needs a second, full copy of the fp32 weights. `dp_replicate` alone is FSDP2 with one shard.
+During a step, `zero` 1 and 2 need the memory and traffic of ZeRO-1 and ZeRO-2. Between steps the weights are sharded,
+so no rank needs a second, full copy of the fp32 weights. `dp_replicate` alone is FSDP2 with one shard.
 
 Mixed precision is FSDP2's policy: parameters are gathered in bf16, gradients are reduced in fp32 over the data-parallel
 dimensions (sums over tp are part of the computation and in its dtype); parameters, gradients and moments stay fp32.
