@@ -64,7 +64,7 @@ def main() -> None:
 def torchstone_step(hf_config: dict[str, Any], ids: np.ndarray, device: torch.device) -> Callable[[], None]:
     model = build_new_model(hf_config, 0.02, 0, device)
     runner = Runner(model, device, packed=False)
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.roles())
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds())
     micro_batch = collate([[TokenSequence(row, row)] for row in ids], pad_id=0)
     batch = StepBatch([micro_batch], len(ids), ids.size, int((micro_batch.labels != -100).sum()), 0, 0)
 

@@ -87,7 +87,7 @@ def measure(arm: Arm, options: argparse.Namespace) -> dict[str, object]:
     hf_config = new_hf_config("llama", **(LLAMA_1B | {"depth": options.depth, "vocab_size": options.vocabulary}))
     model = build_new_model(hf_config, 0.02, 0, device, torch.bfloat16, arm.execution)
     runner = Runner(model, device, arm.packed)
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.roles())
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds())
     rng = np.random.default_rng(0)
     seconds, losses = [], []
     for number in range(options.steps + 3):

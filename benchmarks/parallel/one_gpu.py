@@ -91,7 +91,7 @@ def fsdp2_step(hf_config: HfConfig, ctx: ParallelContext, device: torch.device, 
     builder = ShardedModelBuilder(ctx, ParallelConfig(), "bf16", device)
     model = build_new_model(hf_config, 0.02, 0, device, torch.bfloat16, execution, builder)
     runner = build_runner(model, builder, packed=False)
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.roles())
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds())
     return lambda batch, number: train_step(runner, optimizer, batch, number).loss
 
 
@@ -99,7 +99,7 @@ def by_hand_step(hf_config: HfConfig, device: torch.device, execution: Execution
     model = build_new_model(hf_config, 0.02, 0, device, torch.float32)
     bf16_model = build_new_model(hf_config, 0.02, 0, device, torch.bfloat16, execution)
     masters = dict(model.named_parameters())
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.roles())
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds())
     runner = Runner(bf16_model, device, packed=False)
 
     def step(batch: StepBatch, number: int) -> float:
@@ -122,7 +122,7 @@ def by_hand_step(hf_config: HfConfig, device: torch.device, execution: Execution
 def fp32_step(hf_config: HfConfig, device: torch.device) -> Step:
     model = build_new_model(copy.deepcopy(hf_config), 0.02, 0, device, torch.float32)
     runner = Runner(model, device, packed=False)
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.roles())
+    optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds())
     return lambda batch, number: train_step(runner, optimizer, batch, number).loss
 
 
