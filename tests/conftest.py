@@ -22,7 +22,6 @@ from torchstone.demo.corpus import chat_rows, corpus_rows
 torch.set_num_threads(int(os.environ.get("TORCHSTONE_TEST_THREADS", "1")))
 
 GPU_TESTS = Path(__file__).parent / "gpu_tests"
-RunMain = Callable[..., tuple[int, str, str]]
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -97,7 +96,7 @@ def settings(
 
 
 @pytest.fixture
-def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunMain:
+def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Exit code, stdout and stderr of the main function of a program, in this process."""
 
     def run(main: Callable[[], None], *argv: object) -> tuple[int, str, str]:
@@ -114,6 +113,6 @@ def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def torchstone(run_main: RunMain) -> Command:
+def torchstone(run_main: Command) -> Command:
     """Exit code, stdout and stderr of `torchstone ARGS`, in this process."""
     return partial(run_main, cli.main, "torchstone")

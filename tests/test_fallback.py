@@ -531,7 +531,7 @@ def test_the_loss_is_a_sum_for_this_model_only(folder_of: Folders) -> None:
     assert "_loss_function" not in vars(type(module.hf))
 
 
-def test_notes_say_what_training_changes(tmp_path: Path, folder_of: Folders) -> None:
+def test_warnings_say_what_training_changes(tmp_path: Path, folder_of: Folders) -> None:
     assert (
         "the router's auxiliary loss (router_aux_loss_coef 0.02) is not part of the loss here"
         in load(folder_of("mixtral")).warnings

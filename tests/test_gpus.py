@@ -44,7 +44,7 @@ class TestChoose:
     def test_a_spec_chooses_these_gpus(self, spec: str, expected: list[int]) -> None:
         assert numbers(choose(spec, FOUR)) == expected
 
-    def test_utilisation_comes_before_memory_and_memory_before_the_number(self) -> None:
+    def test_utilization_comes_before_memory_and_memory_before_the_number(self) -> None:
         assert numbers(choose("auto", [gpu(0, 1, 0), gpu(1, 0, 70 * GIB)])) == [1]
         assert numbers(choose("auto", [gpu(0, 0, 2), gpu(1, 0, 1)])) == [1]
         assert numbers(choose("auto", [gpu(3), gpu(1), gpu(2)])) == [1]

@@ -80,7 +80,7 @@ def launch(screen: Path, plan: LaunchPlan, command: list[str]) -> None:
     with screen.open("wb") as file:
         os.dup2(file.fileno(), 2)
     rendezvous.LAST_CALL = 1
-    os._exit(run_workers(plan, command, ignore_signals_after=True))
+    os._exit(run_workers(plan, command, ignore_late_signals=True))
 
 
 @pytest.fixture

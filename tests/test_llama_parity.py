@@ -98,6 +98,20 @@ class TestProtocol:
         monkeypatch.setattr(runner, "token_loss_sum", mean_of_means)
         self.assert_fails(reference, ours)
 
+    @pytest.mark.parametrize("field", ["loss", "grad_norm", "gradients"])
+    def test_a_nan_fails(self, folder: Path, field: str) -> None:
+        reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
+
+        def step_with_nan(micro_batches: parity.MicroBatches) -> parity.StepValues:
+            values = ours.step(micro_batches)
+            if field == "gradients":
+                values.gradients["model.norm.weight"][0] = float("nan")
+            else:
+                setattr(values, field, float("nan"))
+            return values
+
+        self.assert_fails(reference, ours, step_with_nan)
+
     def test_packing_without_document_boundaries_fails(self, folder: Path) -> None:
         reference, ours = both_sides(folder, True, parity.FREE_RUNNING)
         forward = ours.model.module.forward

@@ -211,7 +211,7 @@ def test_one_of_several_srun_tasks_on_a_node_is_a_worker() -> None:
     assert worker_variables(RANK_TASK | address) == variables | address
 
 
-def test_neighbouring_steps_and_jobs_use_different_ports() -> None:
+def test_neighboring_steps_and_jobs_use_different_ports() -> None:
     ports = set()
     for job in range(81234, 81244):
         for step in range(10):

@@ -163,7 +163,7 @@ class TestGradientStep:
         squares = squared_norm([p.grad for p in parameters])
         assert squares.dtype == torch.float64
         assert squares.item() == pytest.approx(25.0)
-        clip_grads_with_norm_(parameters, squares.item() ** 0.5, 1.0)
+        clip_grads_with_norm_(parameters, 1.0, squares.item() ** 0.5)
         assert torch.cat([p.grad.flatten() for p in parameters]).norm().item() == pytest.approx(1.0, rel=1e-5)
 
     @pytest.mark.parametrize("limit", [0.0, 100.0])
@@ -171,7 +171,7 @@ class TestGradientStep:
         parameter = nn.Parameter(torch.zeros(4))
         parameter.grad = torch.tensor([1.1, -2.2, 3.3, 0.1])
         before = parameter.grad.clone()
-        clip_grads_with_norm_([parameter], squared_norm([parameter.grad]).item() ** 0.5, limit)
+        clip_grads_with_norm_([parameter], limit, squared_norm([parameter.grad]).item() ** 0.5)
         assert torch.equal(parameter.grad, before)
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -110,7 +110,7 @@ def by_hand_step(hf_config: HfConfig, device: torch.device, execution: Execution
         result = compute_gradients(runner, batch, number)
         for name, parameter in bf16_model.named_parameters():
             masters[name].grad = parameter.grad.float()
-        clip_grads_with_norm_(masters.values(), result.grad_norm, MAX_GRAD_NORM)
+        clip_grads_with_norm_(masters.values(), MAX_GRAD_NORM, result.grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE
         optimizer.step()

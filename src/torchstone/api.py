@@ -3,8 +3,8 @@
 import torchstone
 result = torchstone.train("run.yaml", {"training.max_steps": 100})
 
-`train`, `prepare` and `inspect_data` take a path, a preset and overrides, or a `Config`, and validate it once. Those
-with `_with_config` take a validated `Config`.
+`train`, `prepare` and `inspect_data` take a path, a preset and overrides, or a `Config`, and validate it once.
+Functions that end in `_with_config` take a validated `Config`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Files and folders that are complete or absent: written under a temporary name, synced, renamed. And a file lock."""
+"""Files and folders that are complete or absent: written under a temporary name, synced, renamed.
+
+Also a file lock, and a reader for JSON files that may be missing or damaged.
+"""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ Resolver = Callable[[ConfigLayers, Purpose], Config]
 
 def program() -> None:
     """The `torchstone` process."""
-    main(ignore_signals_after=True)
+    main(ignore_late_signals=True)
 
 
-def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_signals_after: bool = False) -> None:
+def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_late_signals: bool = False) -> None:
     """Runs a command (by default the process's arguments), and exits with the code of an error.
 
-    With `ignore_signals_after` a signal that comes after the command does not change the exit code.
+    With `ignore_late_signals` a signal that comes after the command does not change the exit code.
     """
     args = sys.argv[1:] if args is None else args
     for stream in (sys.stdout, sys.stderr):
@@ -74,7 +74,7 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_sig
         flags: list[tuple[str, str]] = []
         if args[:1] and args[0] in COMMANDS_WITH_KEYS:
             flags, args = extract_config_flags(args)
-        build_app(Commands(flags, resolver, ignore_signals_after))(args, exit_on_error=False, print_error=False)
+        build_app(Commands(flags, resolver, ignore_late_signals))(args, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         _fail(UsageError(str(error).strip(), _usage_hint(args)))
     except TorchstoneError as error:
@@ -83,7 +83,8 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_sig
         if _is_worker():
             _crash(error)
         # The reader of our output is gone.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        heartbeat.discard_output(sys.stdout)
+        heartbeat.discard_output(sys.stderr)
         sys.exit(141)
     except OSError as error:
         # A folder that is a file, a disk that is full or read-only: the user can fix it.
@@ -139,7 +140,7 @@ class Commands:
 
     config_flags: list[tuple[str, str]]
     resolver: Resolver
-    ignore_signals_after: bool
+    ignore_late_signals: bool
 
     def train(
         self,
@@ -182,7 +183,7 @@ class Commands:
             return
         if heartbeat.has_launcher():
             heartbeat.redirect_output(heartbeat.log_file(_log_folder(resolved), int(os.environ["RANK"])))
-        with handle_stop_signals(ignore_signals_after=self.ignore_signals_after):
+        with handle_stop_signals(ignore_late_signals=self.ignore_late_signals):
             heartbeat.report_phase("importing torch")
             from torchstone import api
 
@@ -342,7 +343,7 @@ class Commands:
         if plan is not None:
             args = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
             command = [sys.executable, "-m", "torchstone.cli", *args]
-            sys.exit(run_workers(plan, command, ignore_signals_after=self.ignore_signals_after))
+            sys.exit(run_workers(plan, command, ignore_late_signals=self.ignore_late_signals))
         from torchstone import api
 
         result = api.doctor(device, limit, quiet=as_json)
@@ -481,7 +482,7 @@ class Commands:
             logs.mkdir(parents=True, exist_ok=True)
             write_text(logs / "config.json", text)
             worker_command = [*command, "train", str(logs / "config.json")]
-            code = run_workers(plan, worker_command, logs, ignore_signals_after=self.ignore_signals_after)
+            code = run_workers(plan, worker_command, logs, ignore_late_signals=self.ignore_late_signals)
         if code:
             sys.exit(code)
 

@@ -141,7 +141,7 @@ def print_line(text: str) -> None:
 
 
 def write_to_terminal(stream: TextIO, text: str) -> None:
-    """Writes and flushes. If the terminal is gone, the text is discarded."""
+    """Writes and flushes. If that fails (a closed terminal, a full disk), this text and all later output are lost."""
     try:
         stream.write(text)
         stream.flush()

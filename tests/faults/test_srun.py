@@ -119,7 +119,7 @@ sys.exit(75)
         "import sys; from torchstone.launch.local import run_workers\nfrom torchstone.launch.plan import LaunchPlan\n"
     )
     script += f"command = [sys.executable, '-S', '-E', '-c', {worker!r}]\n"
-    script += "sys.exit(run_workers(LaunchPlan(1), command, ignore_signals_after=True))"
+    script += "sys.exit(run_workers(LaunchPlan(1), command, ignore_late_signals=True))"
     launcher = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment())
     end = time.monotonic() + LIMIT
     while launcher.poll() is None and time.monotonic() < end:

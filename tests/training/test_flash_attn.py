@@ -80,7 +80,7 @@ def test_sdpa_and_eager_give_a_model_the_same_logits_and_gradients(
     assert max_distance(results[1], results[0]) <= (1e-5 if dtype == FP32 else 3e-2)
 
 
-def test_a_document_does_not_depend_on_its_neighbours_in_the_row() -> None:
+def test_a_document_does_not_depend_on_its_neighbors_in_the_row() -> None:
     for backend in ("eager", "sdpa"):
         (q, k, v), positions, doc_ids = make_inputs(CASES["packed"], CPU, FP32)
         mask = build_masks({(backend, None)}, doc_ids, positions, None)[backend, None]

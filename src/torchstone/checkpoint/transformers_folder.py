@@ -3,7 +3,7 @@
 Transformers is lenient where a trainer must not be: it initializes weights that a file lacks, ignores those it does not
 know, and mentions both in a log. Here both are errors that name the folder and the weights, as are pickles, quantized
 weights, adapters and untrusted code; most are found before a weight is read. What only changes how a model trains
-(dropout, a router's auxiliary loss) becomes a note.
+(dropout, a router's auxiliary loss) becomes a warning.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _check_loading_info(folder: Path, info: dict[str, Any]) -> None:
 
 def _config_warnings(config: Any) -> list[str]:
     settings = config.get_text_config().to_dict()
-    notes = [
+    warnings = [
         f"the router's auxiliary loss ({key} {settings[key]}) is not part of the loss here"
         for key in AUXILIARY_LOSS_KEYS
         if is_positive(settings.get(key))
@@ -275,14 +275,14 @@ def _config_warnings(config: Any) -> list[str]:
         f"{key} {value}" for key, value in sorted(settings.items()) if DROPOUT_KEY.match(key) and is_positive(value)
     ]
     if dropouts:
-        notes.append(f"training applies the dropout of config.json ({', '.join(dropouts)})")
+        warnings.append(f"training applies the dropout of config.json ({', '.join(dropouts)})")
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-        notes.append(
+        warnings.append(
             f"rope_type {rope['rope_type']}: in Transformers the longest sequence of a micro-batch sets the frequencies"
             " of all, so one beyond the original length changes the others"
         )
-    return notes
+    return warnings
 
 
 def _keep_generation_config(module: FallbackModule, folder: Path) -> None:
@@ -301,12 +301,12 @@ def _keep_generation_config(module: FallbackModule, folder: Path) -> None:
 
 
 def _loss_warnings(module: FallbackModule) -> list[str]:
-    """A note if `hf(..., labels=...)` does not use our loss function: some classes compute the loss in forward."""
-    rows = make_probe_batch([[9]], module)
-    expected = hf_loss_function(module(rows.ids, rows.positions), rows.ids)
+    """A warning if `hf(..., labels=...)` does not use our loss function: some classes compute the loss in forward."""
+    batch = make_probe_batch([[9]], module)
+    expected = hf_loss_function(module(batch.ids, batch.positions), batch.ids)
     name = type(module.hf).__name__
     try:
-        loss = module.hf(input_ids=rows.ids, labels=rows.ids).loss
+        loss = module.hf(input_ids=batch.ids, labels=batch.ids).loss
     except Exception as error:
         return [f"{name} has no loss of its own ({type(error).__name__}); training here does not need it"]
     if loss is None or not torch.allclose(loss.float(), expected, rtol=get_tolerances(module).rounding):

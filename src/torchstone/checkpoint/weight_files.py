@@ -109,7 +109,7 @@ def save_weights(
     """Writes unfused parameters under their Hugging Face names."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     dtype = reduce(torch.promote_types, {parameter.dtype for parameter in parameters.values()})
-    return write_weights(InMemoryTensors(parameters), names, shapes, dtype, folder, max_shard_bytes)
+    return write_weights(_InMemoryTensors(parameters), names, shapes, dtype, folder, max_shard_bytes)
 
 
 def write_weights(
@@ -203,7 +203,7 @@ def _stack(parameters: dict[str, Tensor], stored: StoredTensorSpec) -> Tensor:
     return (tensor.T if stored.is_transposed else tensor).contiguous()
 
 
-class InMemoryTensors:
+class _InMemoryTensors:
     """A `TensorSource` of tensors in memory."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:

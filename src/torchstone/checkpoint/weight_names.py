@@ -1,8 +1,8 @@
 """The names of a family's weights in Hugging Face files, and the decoder parameters they hold.
 
-Ours are always unfused. A tensor in a file is one of our parameters, or several stacked along out_features (Phi-3's
-qkv_proj), perhaps transposed (GPT-2). So one table serves reading and writing, and how a model
-runs (fused or not, sharded or not) never shows in a file.
+Our parameters are always unfused here. A tensor in a file is one of them, or several stacked along out_features
+(Phi-3's qkv_proj), perhaps transposed (GPT-2). So one table serves reading and writing, and how a model runs (fused or
+not, sharded or not) never shows in a file.
 """
 
 from __future__ import annotations

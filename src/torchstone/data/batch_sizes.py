@@ -47,7 +47,7 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Returns the configured sizes and those derived from them. `shares_rows`: several samples share a row."""
     if shares_rows:
-        return _packed_batch_sizes(training, context_length, dp)
+        return _shared_row_batch_sizes(training, context_length, dp)
     rows = training.batch_size
     if training.max_tokens_per_gpu is not None:
         if rows is not None:
@@ -85,7 +85,7 @@ def _check_accumulation(total: int, accumulation: int, rows: int | None, dp: int
     return rows
 
 
-def _packed_batch_sizes(training: TrainingConfig, context_length: int, dp: int) -> BatchSizes:
+def _shared_row_batch_sizes(training: TrainingConfig, context_length: int, dp: int) -> BatchSizes:
     for key in ("batch_size", "grad_accum_steps"):
         if getattr(training, key) is not None:
             raise UsageError(

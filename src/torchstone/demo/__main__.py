@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from torchstone import api
+from torchstone import api, heartbeat
 from torchstone.errors import TorchstoneError
 
 TARGET = 0.9
@@ -27,7 +27,7 @@ def main() -> int:
     try:
         return run(options.dir, options.quick)
     except TorchstoneError as error:
-        sys.stderr.write(f"error: {error}\n")
+        heartbeat.print_line(f"error: {error}")
         return error.exit_code
 
 

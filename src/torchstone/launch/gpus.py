@@ -49,7 +49,7 @@ def list_gpus() -> list[Gpu]:
     except pynvml.NVMLError as error:
         raise _driver_error(error) from None
     try:
-        return [_read_gpu(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
+        return [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
         raise _driver_error(error) from None
     finally:
@@ -79,7 +79,7 @@ def filter_visible(gpus: Sequence[Gpu], allowed: str | None) -> list[Gpu]:
 def choose(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     """The GPUs that `--gpus` asks for: `all`, numbers (`0,3`), or the least loaded (`auto`, `auto:2`).
 
-    Load is utilization, then memory in use, then the number. The least loaded GPUs are sorted by number.
+    Load is utilization, then memory in use, then the index. The least loaded GPUs are sorted by index.
     """
     spec = spec.strip()
     if not gpus:
@@ -92,7 +92,7 @@ def choose(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     if spec == "auto" or spec.startswith("auto:"):
         by_load = sorted(gpus, key=lambda gpu: (gpu.utilization, gpu.memory_used, gpu.index))
         return sorted(by_load[: _auto_count(spec, gpus)], key=lambda gpu: gpu.index)
-    return _choose_numbers(spec, gpus)
+    return _choose_indices(spec, gpus)
 
 
 def worker_environment(gpu: Gpu) -> dict[str, str]:
@@ -113,8 +113,8 @@ def format_gpus(gpus: Sequence[Gpu]) -> str:
     return f"GPUs {numbers}" if len(gpus) > 1 else f"GPU {numbers}"
 
 
-def _read_gpu(pynvml: Any, number: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+def _read_gpu(pynvml: Any, index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     try:
         utilization = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError_NotSupported:
@@ -126,7 +126,7 @@ def _read_gpu(pynvml: Any, number: int) -> Gpu:
     except pynvml.NVMLError_NotSupported:
         # Some GPUs share the memory of the machine.
         used, total = 0, 0
-    return Gpu(number, utilization, used, total, pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
+    return Gpu(index, utilization, used, total, pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
 
 
 def _driver_error(error: Exception) -> UsageError:
@@ -162,7 +162,7 @@ def _auto_count(spec: str, gpus: Sequence[Gpu]) -> int:
     return int(count)
 
 
-def _choose_numbers(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+def _choose_indices(spec: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     by_index = {gpu.index: gpu for gpu in gpus}
     chosen: list[Gpu] = []
     for entry in spec.split(","):

@@ -34,20 +34,20 @@ INTERRUPTED = 130
 
 
 def run_workers(
-    plan: LaunchPlan, command: Sequence[str], logs: Path | None = None, ignore_signals_after: bool = False
+    plan: LaunchPlan, command: Sequence[str], logs: Path | None = None, ignore_late_signals: bool = False
 ) -> int:
     """Runs `command` in every worker, prints why they failed if they did, and returns the exit code.
 
     It is the exit code of the worker that failed first, or 7 if a worker was killed, hung or lost the network. SIGTERM
     and Ctrl-C go to the workers, which have `save_grace` seconds to save and exit with 75; a second Ctrl-C ends them.
-    `logs` is the folder of the workers' logs, None for a program without a heartbeat. `ignore_signals_after`: whether
+    `logs` is the folder of the workers' logs, None for a program without a heartbeat. `ignore_late_signals`: whether
     signals are ignored after this call.
     """
     has_other_nodes = plan.nodes.max_nodes > 1
     with tempfile.TemporaryDirectory(prefix="torchstone-") as name:
         supervisor = Supervisor(plan.system, Path(name), logs, has_other_nodes)
         launch = Launch(plan, command, Path(name), supervisor)
-        with supervisor.handle_signals(ignore_signals_after):
+        with supervisor.handle_signals(ignore_late_signals):
             result = launch.run_on_nodes() if has_other_nodes else launch.run()
     if result.message is not None:
         print_line(result.message)

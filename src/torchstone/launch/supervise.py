@@ -84,10 +84,10 @@ class Supervisor:
             thread.start()
 
     @contextmanager
-    def handle_signals(self, ignore_signals_after: bool = False) -> Iterator[None]:
+    def handle_signals(self, ignore_late_signals: bool = False) -> Iterator[None]:
         """Records stop signals in `signals`. Ignored signals stay ignored (nohup); only a main thread can set handlers.
 
-        On exit it restores the old handlers. With `ignore_signals_after` they are then ignored instead: when one node
+        On exit it restores the old handlers. With `ignore_late_signals` they are then ignored instead: when one node
         has ended, srun sends the others SIGTERM, which must not replace their exit code.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -105,7 +105,7 @@ class Supervisor:
             yield
         finally:
             for number, handler in previous.items():
-                signal.signal(number, signal.SIG_IGN if ignore_signals_after else handler)
+                signal.signal(number, signal.SIG_IGN if ignore_late_signals else handler)
 
     def poll(self) -> bool:
         """Whether all workers have exited. After a failure, a hang or a signal it stops them first."""

@@ -99,7 +99,7 @@ def build_masks(
     positions_BT: Tensor,
     kv_cache: KVCache | None,
 ) -> dict[tuple[AttentionBackend, int | None], AttentionMask]:
-    """Returns a batch's mask for every kind of layer (backend, window). With a cache it is always a dense mask."""
+    """Returns a batch's mask for every kind of layer (backend, window). With a cache it is always an `attn_mask`."""
     if kv_cache is not None:
         if doc_ids_BT is None:
             raise ValueError("a cache needs doc_ids to tell padding from text")

@@ -311,7 +311,7 @@ class Decoder(nn.Module):
         fused: tuple[Fusion, ...] = (),
         layers: range | None = None,
     ) -> None:
-        """`layers`: those of this decoder. With the first layer it has the embedding, with the last norm and head."""
+        """`layers`: those of this decoder. With the first it has the embedding, with the last also norm and head."""
         super().__init__()
         layers = range(config.depth) if layers is None else layers
         self.config, self.has_embedding, self.has_head = config, layers.start == 0, layers.stop == config.depth
@@ -377,7 +377,7 @@ class Decoder(nn.Module):
     def compute_hidden_states(
         self, x: Tensor, positions_BT: Tensor, inputs: list[LayerInputs], kv_cache: KVCache | None = None
     ) -> Tensor:
-        """The input of the head, or of the next pipeline stage. `x` has ids, or hidden states without an embedding."""
+        """The input of the head, or of the next pipeline stage. `x`: ids, or hidden states if it has no embedding."""
         x_BTD = self.embed(x, positions_BT) if self.has_embedding else x
         for block, block_inputs in zip(self.layers.values(), inputs, strict=True):
             x_BTD = block(x_BTD, block_inputs, kv_cache)

@@ -232,7 +232,7 @@ def _patch(hf: PreTrainedModel, kernel: str) -> str | None:
         return f"Liger has no such kernel for {model_type}"
     before = {module: dict(vars(module)) for module in hf.modules()}
     try:
-        with _restore_modeling_code_after():
+        with _isolate_modeling_code():
             patch(model=hf, **settings)
     except Exception as error:
         _restore(before)
@@ -302,7 +302,7 @@ def _restore(attributes: dict[nn.Module, dict[str, Any]]) -> None:
 
 
 @contextmanager
-def _restore_modeling_code_after() -> Iterator[None]:
+def _isolate_modeling_code() -> Iterator[None]:
     """Undoes all changes to Transformers' modeling files on exit, so that other models are not affected."""
     files = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
     before = [(file, dict(vars(file))) for file in files]

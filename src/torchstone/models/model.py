@@ -267,11 +267,11 @@ class FallbackModel(Model):
 
     def parameter_kinds(self) -> dict[str, str]:
         head = self.module.hf.get_output_embeddings()
-        roles = {} if head is None else {id(parameter): "head" for parameter in head.parameters()}
+        kinds = {} if head is None else {id(parameter): "head" for parameter in head.parameters()}
         # Learned positions are embeddings as well.
         embeddings = [submodule for submodule in self.module.modules() if isinstance(submodule, nn.Embedding)]
-        roles |= {id(embedding.weight): "embed" for embedding in embeddings}
-        return {name: roles[id(p)] for name, p in self.module.named_parameters() if id(p) in roles}
+        kinds |= {id(embedding.weight): "embed" for embedding in embeddings}
+        return {name: kinds[id(p)] for name, p in self.module.named_parameters() if id(p) in kinds}
 
     def _set_special_id(self, key: str, value: int) -> None:
         super()._set_special_id(key, value)

@@ -32,7 +32,7 @@ class Rope:
     # Scaling over the original context length.
     factor: float = 1.0
     original_max_position_embeddings: int = 8192
-    # llama3
+    # llama3: frequencies below the low one are scaled, those above the high one are kept.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     # yarn: the ends of the ramp, which `truncate` rounds to whole dimensions.

@@ -10,22 +10,22 @@ from torch import nn
 from torchstone.config.schema import OptimConfig
 
 
-def parameter_kind(name: str, parameter: nn.Parameter, roles: Mapping[str, str]) -> str:
-    """One of the kinds of `optim.no_decay`. `roles` says which parameters are embeddings and which are the head."""
+def parameter_kind(name: str, parameter: nn.Parameter, kinds: Mapping[str, str]) -> str:
+    """One of the kinds of `optim.no_decay`. `kinds` has the embeddings and the head, by parameter name."""
     if name.endswith("bias"):
         return "bias"
     if parameter.dim() == 1:
         return "norm"
-    return roles.get(name, "matrix")
+    return kinds.get(name, "matrix")
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig, roles: Mapping[str, str]
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig, kinds: Mapping[str, str]
 ) -> torch.optim.AdamW:
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     for name, parameter in named_parameters:
-        (no_decay if parameter_kind(name, parameter, roles) in optim.no_decay else decay).append(parameter)
+        (no_decay if parameter_kind(name, parameter, kinds) in optim.no_decay else decay).append(parameter)
     groups = [
         {"params": decay, "weight_decay": optim.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},

@@ -23,10 +23,10 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     return norms.square().sum()
 
 
-def clip_grads_with_norm_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scales gradients of global norm `norm` down to `max_norm`; a `max_norm` of 0 turns clipping off."""
+def clip_grads_with_norm_(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: float) -> None:
+    """Scales gradients of global norm `total_norm` down to `max_norm`; a `max_norm` of 0 turns clipping off."""
     if max_norm > 0:
-        scale = min(1.0, max_norm / (norm + 1e-6))
+        scale = min(1.0, max_norm / (total_norm + 1e-6))
         gradients = [_to_local(p.grad) for p in parameters if p.grad is not None]
         if scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)

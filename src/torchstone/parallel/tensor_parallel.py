@@ -5,8 +5,8 @@ The arithmetic and the communication are torch's (DTensor and its parallel style
 
 - Heads are not split. A rank has heads / tp query heads and the key/value heads they read. Where tp does not divide the
   key/value heads, every rank computes all of them and selects its own; their gradients are then partial sums.
-- Each rank's shard of a fused matrix is its shards of q, k and v (or of gate and up), stacked.
-  Files never see that order (local_shards.py).
+- Each rank's shard of a fused matrix is its shards of q, k and v (or of gate and up), stacked. Files do not have that
+  order (local_shards.py).
 - With `parallel.sequence` the residual stream is sharded along the sequence (sequence parallelism): norms work on a
   part of each row, and their weights' gradients are partial sums too. Row lengths must be a multiple of tp.
 

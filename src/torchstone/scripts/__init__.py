@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from torchstone import heartbeat
 from torchstone.config.load import extract_flags
 from torchstone.errors import TorchstoneError, UsageError
 
@@ -16,7 +17,7 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except TorchstoneError as error:
-        sys.stderr.write(f"error: {error}\n")
+        heartbeat.print_line(f"error: {error}")
         sys.exit(error.exit_code)
 
 

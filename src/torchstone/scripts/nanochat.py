@@ -23,7 +23,7 @@ RUNS = Path("runs")
 
 # A flag, the key it sets, and its help.
 FLAGS = {
-    "depth": ("model.depth", "ConfigLayers of the new model, which determine width and heads."),
+    "depth": ("model.depth", "Layers of the new model, which determine width and heads."),
     "data": ("data.path", "Training data: a file, folder or glob, or several separated by commas."),
     "tokenizer": ("model.tokenizer", "Folder of the tokenizer."),
     "device_batch_size": ("training.batch_size", "Rows per device and micro-step."),
@@ -37,10 +37,10 @@ UNSUPPORTED_FLAGS = ("auto_batch_size", "batch_size_margin", "batch_size_cache")
 
 @dataclass(frozen=True)
 class TrainingScript:
-    """Continues the newest run of the first of `previous_prefixes` that has one; without prefixes it makes a new model.
+    """Continues a run of the first of `previous_prefixes` that has one; without prefixes it makes a new model.
 
-    Its own runs are named `run_prefix`-dN. `data_defaults` apply if no data is set, `defaults` always. `check`
-    may return a warning about the config.
+    Its own runs are named `run_prefix`-dN. `data_defaults` apply if no data is set, `defaults` always. `check` may
+    return a warning about the config.
     """
 
     run_prefix: str

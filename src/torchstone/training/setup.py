@@ -159,7 +159,7 @@ def check_vocabulary(model: Model, tokenizer: Tokenizer) -> None:
 
 
 def _resume_setting(config: Config, ctx: ParallelContext) -> str:
-    """Returns checkpoint.resume. Restarted workers get auto, so that they resume what they saved."""
+    """Returns checkpoint.resume; for restarted workers that saved something, auto, so that they resume it."""
     is_restarted = ctx.all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
     has_saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
     setting = config.checkpoint.resume

@@ -62,7 +62,7 @@ def optimizer_step(
 ) -> None:
     """Checks, clips and applies the gradients, and clears them."""
     check_finite(step, result.loss, result.grad_norm, runner)
-    clip_grads_with_norm_((p for _, p in runner.model.named_parameters()), result.grad_norm, max_grad_norm)
+    clip_grads_with_norm_((p for _, p in runner.model.named_parameters()), max_grad_norm, result.grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

@@ -52,11 +52,11 @@ class StopRequest:
 
 
 @contextmanager
-def handle_stop_signals(request: StopRequest | None = None, ignore_signals_after: bool = False) -> Iterator[None]:
+def handle_stop_signals(request: StopRequest | None = None, ignore_late_signals: bool = False) -> Iterator[None]:
     """Records stop signals in `request`; without a request, a signal raises `StoppedBySignal`.
 
     Ignored signals stay ignored (nohup). Outside the main thread it does nothing. On exit it restores the previous
-    handlers. With `ignore_signals_after` signals are then ignored instead, so that a late one does not change the exit
+    handlers. With `ignore_late_signals` signals are then ignored instead, so that a late one does not change the exit
     code.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -80,4 +80,4 @@ def handle_stop_signals(request: StopRequest | None = None, ignore_signals_after
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, signal.SIG_IGN if ignore_signals_after else handler)
+            signal.signal(number, signal.SIG_IGN if ignore_late_signals else handler)
