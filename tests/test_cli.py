@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -250,3 +251,23 @@ class TestCommands:
         assert code == 0
         assert "using the token cache" in err
         assert "tokenizing" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "stream", "code"),
+    [
+        ("-m torchstone.cli train --optim.nothing 1", "stderr", 2),
+        ("scripts/base_train.py --depth", "stderr", 2),
+        ("-m torchstone.cli train --preset demo --print-config", "stdout", 141),
+    ],
+    ids=["command", "script", "output"],
+)
+def test_a_closed_pipe_does_not_change_the_exit_code(command: str, stream: str, code: int) -> None:
+    """Otherwise Python tries to write its buffer again when it exits, and exits with 120."""
+    read, write = os.pipe()
+    os.close(read)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen([sys.executable, *command.split()], cwd=root, env=buffered, **{stream: write})
+    os.close(write)
+    assert process.wait(60) == code

@@ -75,6 +75,8 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
         if args[:1] and args[0] in COMMANDS_WITH_KEYS:
             flags, args = extract_config_flags(args)
         build_app(Commands(flags, resolver, ignore_late_signals))(args, exit_on_error=False, print_error=False)
+        # Not when Python exits: it would then be too late to catch a broken pipe.
+        sys.stdout.flush()
     except CycloptsError as error:
         _fail(UsageError(str(error).strip(), _usage_hint(args)))
     except TorchstoneError as error:

@@ -209,7 +209,7 @@ def _rotary(q_BHTE: Tensor, k_BKTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Te
     """Computes in the dtype of cos and sin; returns the dtype of the queries. Packed documents keep their positions."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    cos_BTE, sin_BTE = (table.squeeze(1) for table in cos_sin)
+    cos_BTE, sin_BTE = cos_sin[0].squeeze(1), cos_sin[1].squeeze(1)
     return LigerRopeFunction.apply(_copy_token_major(q_BHTE), _copy_token_major(k_BKTE), cos_BTE, sin_BTE)
 
 
