@@ -43,7 +43,15 @@ class TestHelp:
     def test_help_keys_lists_the_keys(self, torchstone: Command) -> None:
         code, out, _ = torchstone("train", "--help-keys")
         assert code == 0
-        assert "--optim.learning_rate\n      Peak learning rate of AdamW. [default: 0.0003]" in out
+        sentence = "Peak learning rate of AdamW; by default 2e-5 with model.path. [default: 0.0003]"
+        assert f"--optim.learning_rate\n      {sentence}" in out
+        assert "--data.path" in out
+
+    def test_help_keys_of_a_section(self, torchstone: Command) -> None:
+        _, out, _ = torchstone("train", "--help-keys", "optim")
+        flags = [line.strip() for line in out.splitlines() if line.startswith("  --")]
+        assert len(flags) > 5
+        assert all(flag.startswith("--optim.") for flag in flags)
 
     def test_version(self, torchstone: Command) -> None:
         assert torchstone("--version")[1].strip() == __version__
@@ -64,11 +72,23 @@ class TestWrongUsage:
             ("train --preset debgu", "did you mean 'debug'?"),
             ("train --preset demo --debug", "--debug means --preset debug"),
             ("train", "--model.path FOLDER starts from a Hugging Face model"),
-            ("tarin", 'Did you mean "train"?'),
-            ("train --max-step 3", "Did you mean --max-steps?"),
+            ("tarin", 'did you mean "train"?'),
+            ("train --max-step 3", "did you mean --max-steps?"),
             ("evaluate x --data y --optim.eps 1", "Unknown option: --optim.eps"),
             ("evaluate x --data y --questions -1", "Must be >= 0"),
-            ("train --preset debug --learning-rate 1", "did you mean --optim.learning_rate?"),
+            ("train --preset debug --learning-rate 1", "in Torchstone this is --optim.learning_rate\n"),
+            ("train --lr 1", "in Torchstone this is --optim.learning_rate\n"),
+            ("train --model X", "in Torchstone this is --model.path\n"),
+            ("train --epochs 3", "in Torchstone this is --training.max_epochs\n"),
+            ("train --gradient_checkpointing true", "in Torchstone this is --model.recompute full\n"),
+            ("train --report_to wandb", "metrics.jsonl in the run's folder has every step"),
+            ("train --training.num_train_epochs 3", "in Torchstone this is --training.max_epochs\n"),
+            (
+                "train --optim.learning-rate 1 --lr 2",
+                "leave it out: in Torchstone this is --optim.learning_rate, which",
+            ),
+            ("train --nnodes 1 --nnodez 2", "Unknown option: --nnodez.\n  see: torchstone train --help"),
+            ("train --help-keys optimizer", "the sections are model, data,"),
             ("train --preset debug --data.path", "--data.path needs a value"),
             ("train --preset debug --output-dir=", "output_dir is empty"),
             ("train --preset debug --max-steps 3 --training.max_steps 4", "are the same setting"),

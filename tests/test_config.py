@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ import pytest
 from torchstone.config import load_config, to_dict
 from torchstone.config.help import config_table, field_help
 from torchstone.config.load import ALIASES, PRESET_DIR, extract_config_flags, field_types, from_dict
+from torchstone.config.other_names import OTHER_NAMES
 from torchstone.config.schema import SECTION_HELP, Config
 from torchstone.errors import UsageError
+from torchstone.launch.plan import LaunchOptions
 
 MINIMAL = {"model.depth": 2, "model.tokenizer": "demo:tokenizer", "data.path": "demo:corpus"}
+TUNED = {"model.path": "somewhere", "data.path": "demo:chat"}
 
 JSON_FILE = """{
     // a comment with "quotes" and // slashes
@@ -225,6 +229,45 @@ class TestAliases:
         assert "are the same setting" in text
 
 
+class TestOtherNames:
+    def test_every_name_stands_for_a_setting_here(self) -> None:
+        launch_flags = {option.name for option in fields(LaunchOptions)}
+        for name, setting in OTHER_NAMES.items():
+            assert not any(known.endswith(f".{name}") for known in field_types()), name
+            key, _, value = setting.partition(" ")
+            if key not in launch_flags:
+                assert key in field_types(), setting
+                validation = {"data.validation_split": 0.1}
+                load_config(overrides=MINIMAL | validation | ({key: value} if value else {}))
+
+
+class TestFineTuningDefaults:
+    def test_a_model_path_changes_the_defaults(self) -> None:
+        new = load_config(overrides=MINIMAL).optim
+        tuned = load_config(overrides=TUNED).optim
+        assert (new.learning_rate, new.weight_decay, new.warmup_ratio) == (3e-4, 0.1, 0.0)
+        assert (tuned.learning_rate, tuned.weight_decay, tuned.warmup_ratio) == (2e-5, 0.0, 0.03)
+
+    def test_every_layer_overrides_them(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("optim: {learning_rate: 3e-4, warmup_steps: 0}")
+        optim = load_config(tmp_path / "a.yaml", overrides=TUNED | {"optim.weight_decay": 0.1}).optim
+        assert (optim.learning_rate, optim.weight_decay, optim.warmup_ratio) == (3e-4, 0.1, 0.0)
+
+    def test_the_resolved_config_is_complete(self) -> None:
+        config = load_config(overrides=TUNED)
+        assert from_dict(to_dict(config)) == config
+
+    def test_a_run_without_an_end_has_no_share_of_warm_up(self) -> None:
+        endless = {"training.mode": "infinite", "optim.schedule": "constant"}
+        assert load_config(overrides=TUNED | endless).optim.warmup_ratio == 0
+        assert "use --optim.warmup_steps N" in error_text(
+            training__mode="infinite", optim__schedule="constant", optim__warmup_ratio=0.1
+        )
+
+    def test_steps_and_share_of_warm_up_exclude_each_other(self) -> None:
+        assert "leave out one of them" in error_text(optim__warmup_steps=3, optim__warmup_ratio=0.1)
+
+
 class TestWrongValues:
     @pytest.mark.parametrize(
         ("key", "value", "expected"),
@@ -302,6 +345,18 @@ class TestHelp:
 
 
 class TestFlags:
+    def test_no_turns_a_boolean_key_off(self) -> None:
+        args = ["--no-data.packing", "run.yaml", "--no-parallel.sequence", "--no-such.key", "--data.shuffle"]
+        assert extract_config_flags(args) == (
+            [
+                ("data.packing", "false"),
+                ("parallel.sequence", "false"),
+                ("no-such.key", "true"),
+                ("data.shuffle", "true"),
+            ],
+            ["run.yaml"],
+        )
+
     def test_config_flags_are_extracted_and_other_arguments_stay_in_order(self) -> None:
         args = ["train", "a.yaml", "--data.shuffle", "--optim.eps=1e-9", "--debug", "--model.depth", "3"]
         pairs, remaining = extract_config_flags(args)

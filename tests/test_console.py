@@ -19,7 +19,8 @@ from torchstone.observe import console as console_module
 from torchstone.observe.console import Console, bar_text, format_time, step_line
 from torchstone.observe.eta import EtaEstimator
 
-METRICS = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s": 17023.6}
+METRICS = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s": 17023.6, "epoch": 0.25,
+           "memory": 3 << 29}  # fmt: skip
 LINE = "Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30 | Tok/s: 17,024"
 
 
@@ -43,7 +44,10 @@ class TestText:
         assert step_line(METRICS | {"val_loss": 5.82432}, 100, "5:30") == f"{LINE} | Validation loss: 5.8243"
 
     def test_the_bar_has_a_short_form(self) -> None:
-        assert bar_text(METRICS, 100, "5:30") == "3/100  loss 12.2340  norm 2.76  17,024 tok/s  ETA 5:30"
+        first = "3/100  loss 12.2340  norm 2.76  17,024 tok/s  ETA 5:30"
+        second = "epoch 0.25  lr 1.00e-05  1.5 GiB"
+        assert bar_text(METRICS, 100, "5:30", None) == f"{first}\n{second}"
+        assert bar_text(METRICS, 100, "5:30", 5.82432) == f"{first}\n{second}  val loss 5.8243"
 
     @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
     def test_format_time(self, seconds: float, text: str) -> None:

@@ -162,6 +162,24 @@ class TestBatchSizes:
         assert resolve_batch_sizes(TrainingConfig(**options), packed, 128, default_rows) == expected
 
     @pytest.mark.parametrize(
+        ("options", "packed", "dp", "expected"),
+        [
+            ({}, False, 1, BatchSizes(32, 4, None)),
+            ({}, False, 16, BatchSizes(32, 2, None)),
+            ({}, False, 64, BatchSizes(64, 1, None)),
+            ({}, True, 1, BatchSizes(32, None, 128)),
+            ({}, True, 64, BatchSizes(64, None, 128)),
+            ({"global_batch_size": 8}, True, 1, BatchSizes(8, None, 128)),
+            ({"batch_size": 4}, False, 2, BatchSizes(8, 4, None)),
+            ({"grad_accum_steps": 3}, False, 1, BatchSizes(12, 4, None)),
+        ],
+    )
+    def test_a_default_for_samples_per_step_applies_if_no_size_is_set(
+        self, options: dict[str, int], packed: bool, dp: int, expected: BatchSizes
+    ) -> None:
+        assert resolve_batch_sizes(TrainingConfig(**options), packed, 128, 4, dp, default_total=32) == expected
+
+    @pytest.mark.parametrize(
         ("options", "packed", "reason"),
         [
             ({"global_batch_size": 10, "batch_size": 4, "grad_accum_steps": 3}, False, "global_batch_size 12"),

@@ -364,7 +364,7 @@ class TestWrongUsage:
             ("python3 pretrain_main.py --max-steps ten", "training.max_steps must be an integer"),
             ("python3 prepare_dataset.py --max-steps ten", "training.max_steps must be an integer"),
             ("python3 pretrain_main.py --max-steps 3 --training.max_steps 4", "are the same setting"),
-            ("python3 pretrain_main.py --learning-rate 1", "did you mean --optim.learning_rate?"),
+            ("python3 pretrain_main.py --learning-rate 1", "in Torchstone this is --optim.learning_rate"),
             ("python3 pretrain_main.py --nproc 2", "pretrain_main.py is a single process, but --nproc starts several"),
             ("python3 pretrain_main.py --gpus=0,1", "use run_training.sh"),
             ("WORLD_SIZE=2 python3 pretrain_main.py", "pretrain_main.py is a single process, but torchrun starts"),

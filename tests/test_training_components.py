@@ -267,8 +267,15 @@ class TestSchedule:
             optimizer.step()
             theirs.step()
 
+    @pytest.mark.parametrize(("total_steps", "warmup_steps"), [(100, 3), (101, 4), (3, 1), (1, 1)])
+    def test_a_share_of_warm_up_is_rounded_up_to_steps(self, total_steps: int, warmup_steps: int) -> None:
+        """As Transformers' warmup_ratio."""
+        by_share, by_steps = OptimConfig(warmup_ratio=0.03), OptimConfig(warmup_steps=warmup_steps)
+        for step in range(total_steps):
+            assert lr_at_step(step, total_steps, by_share) == lr_at_step(step, total_steps, by_steps)
+
     def test_a_run_too_short_for_its_schedule_warns(self) -> None:
-        assert "within optim.warmup_steps 6" in schedule_warnings(5, OptimConfig(warmup_steps=6))[0]
+        assert "within its 6 steps of warm-up" in schedule_warnings(5, OptimConfig(warmup_steps=6))[0]
         short = OptimConfig(learning_rate=1.0, warmup_steps=6, schedule="wsd", decay_steps=6)
         assert "right after warm-up" in schedule_warnings(10, short)[0]
         assert [lr_at_step(step, 10, short) for step in (5, 6, 8)] == pytest.approx([1.0, 1.0, 0.5])

@@ -26,3 +26,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("torchstone.api" if name in _API_NAMES else "torchstone.data"), name)
     raise AttributeError(f"module 'torchstone' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

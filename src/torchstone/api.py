@@ -35,6 +35,7 @@ from torchstone.diagnose import collectives
 from torchstone.models.execution import ExecutionOptions, check_fallback_execution
 from torchstone.models.sizing import build_sized_decoder_config
 from torchstone.observe.console import Console
+from torchstone.optim.schedule import resolve_warmup_steps
 from torchstone.parallel.build import stage_layer_ranges
 from torchstone.parallel.mesh import init_distributed, is_distributed, resolve_dims, translate_comm_errors
 from torchstone.training import run_folder
@@ -317,7 +318,8 @@ def _load_and_validate(
 
 
 def _describe_run(run: Run) -> list[str]:
-    sizes, steps, dims = run.data.batch_sizes, run.schedule.total_steps, run.ctx.dims
+    """What is trained, how long and with what, in one line, and a line for each source of a mixture."""
+    sizes, steps, dims, optim = run.data.batch_sizes, run.schedule.total_steps, run.ctx.dims, run.config.optim
     micro_batch = (
         f"{sizes.micro_batch_rows} rows"
         if sizes.micro_batch_tokens is None
@@ -330,8 +332,14 @@ def _describe_run(run: Run) -> list[str]:
         samples = run.schedule.end(run.progress)[1]
         epochs = f" ({samples / len(run.data.train):.2f} epochs)"
         mixture = run.data.describe_mixture(samples)
+    validation = "none held out" if run.data.validation is None else f"{len(run.data.validation)} held out"
+    warmup_steps = resolve_warmup_steps(steps, optim)
     return [
         f"{'endless' if steps is None else steps} steps{epochs} of {sizes.global_batch_size} samples, "
-        f"micro-batches of {micro_batch}, on {run.device}{processes}",
+        f"micro-batches of {micro_batch}, on {run.device}{processes}; "
+        f"all {run.model.parameter_count / 1e6:.2f}M parameters in {run.config.training.precision}; "
+        f"{len(run.data.train)} samples to train on, {validation}; "
+        f"learning rate {optim.learning_rate:g} ({optim.schedule}, {warmup_steps} steps of warm-up), "
+        f"weight decay {optim.weight_decay:g}",
         *mixture,
     ]

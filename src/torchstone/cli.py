@@ -26,8 +26,9 @@ from torchstone.atomic import write_text
 from torchstone.config.help import config_table
 from torchstone.config.load import (
     ConfigLayers,
+    explain_name,
     extract_config_flags,
-    key_with_name,
+    extract_flags,
     read_config_layers,
     resolve,
     to_dict,
@@ -68,17 +69,20 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
         # Characters that a terminal cannot show are escaped.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    flags: list[tuple[str, str]] = []
     try:
         if args[:1] in (["train"], ["doctor"]):
             heartbeat.attach()
-        flags: list[tuple[str, str]] = []
         if args[:1] and args[0] in COMMANDS_WITH_KEYS:
             flags, args = extract_config_flags(args)
+            # cyclopts has no flag whose value may be left out.
+            sections, args = extract_flags(args, lambda name: name == "help_keys", lambda name: True)
+            args += [f"--help-keys={'all' if section == 'true' else section}" for _, section in sections]
         build_app(Commands(flags, resolver, ignore_late_signals))(args, exit_on_error=False, print_error=False)
         # Not when Python exits: it would then be too late to catch a broken pipe.
         sys.stdout.flush()
     except CycloptsError as error:
-        _fail(UsageError(str(error).strip(), _usage_hint(args)))
+        _fail(_usage_error(str(error).strip(), args, [key for key, _ in flags]))
     except TorchstoneError as error:
         _fail(error)
     except BrokenPipeError as error:
@@ -156,7 +160,7 @@ class Commands:
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         max_restarts: NonNegativeInt | None = None,
         print_config: bool = False,
-        help_keys: Switch = False,
+        help_keys: str | None = None,
     ) -> None:
         """Train a model. The same command resumes a run that was stopped.
 
@@ -168,10 +172,10 @@ class Commands:
             max_steps: Number of optimizer steps.
             max_restarts: How many times to restart the workers from the last checkpoint after a failure.
             print_config: Print the resolved config as JSON, and stop.
-            help_keys: List every config key with its meaning and default, and stop.
+            help_keys: List the config keys of a section (or of all) with their meanings and defaults, and stop.
         """
-        if help_keys:
-            sys.stdout.write(config_table() + "\n")
+        if help_keys is not None:
+            sys.stdout.write(config_table(None if help_keys == "all" else help_keys) + "\n")
             return
         if debug and preset not in (None, "debug"):
             raise UsageError(f"--debug means --preset debug, but --preset {preset} is given too")
@@ -509,13 +513,18 @@ class Commands:
             sys.stdout.write(submit(file) + "\n")
 
 
-def _usage_hint(args: list[str]) -> str:
-    """Suggests the key that a flag such as --learning-rate may mean, or else the command's --help."""
-    for arg in args:
-        key = key_with_name(arg.removeprefix("--").partition("=")[0]) if arg.startswith("--") else None
-        if key is not None and args[0] in COMMANDS_WITH_KEYS:
-            return f"did you mean --{key}?"
-    return f"see: torchstone {args[0] if args else ''} --help"
+def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageError:
+    """The error of cyclopts, and what a flag such as --learning-rate may mean, or else the command's --help."""
+    message, _, suggestion = message.partition(" Did you mean ")
+    given_keys = [key.replace("-", "_") for key in given_keys]
+    for arg in args if args and args[0] in COMMANDS_WITH_KEYS else ():
+        flag = arg.partition("=")[0]
+        hint = explain_name(flag[2:], given_keys) if arg.startswith("--") and f"{flag}." in message else None
+        if hint is not None:
+            return UsageError(message, hint)
+    if suggestion and suggestion.rstrip("?.") not in args:
+        return UsageError(message, f"did you mean {suggestion}")
+    return UsageError(message, f"see: torchstone {args[0] if args else ''} --help")
 
 
 def _flatten_result(result: dict[str, Any]) -> dict[str, Any]:

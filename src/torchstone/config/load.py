@@ -10,14 +10,25 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_config_file
-from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, InvalidConfigError, Purpose, Range, validate
+from torchstone.config.other_names import NOT_HERE, OTHER_NAMES
+from torchstone.config.schema import (
+    FINE_TUNING_DEFAULTS,
+    NEW_MODEL_KEYS,
+    PRESET_BATCH_KEYS,
+    SECTION_HELP,
+    Config,
+    InvalidConfigError,
+    Purpose,
+    Range,
+    validate,
+)
 from torchstone.errors import UsageError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -102,17 +113,43 @@ def resolve(
     defaults: Mapping[str, Any] = NO_DEFAULTS,
     origin: str = "the defaults",
 ) -> Config:
-    """Returns the validated config. A default applies to a key that is unset or null; errors call it `origin`."""
+    """Returns the validated config. A default applies to a key that is unset or null; errors call it `origin`.
+
+    With model.path, the defaults of fine-tuning apply to what is then still unset.
+    """
     settings = layers.merge()
-    for key, default in _collect_overrides(defaults, origin).items():
-        if key not in settings or settings[key].is_null:
-            settings[key] = default
+    _apply_defaults(settings, _collect_overrides(defaults, origin))
+    _apply_defaults(settings, _fine_tuning_defaults(settings))
+    preset_keys = [key for key in PRESET_BATCH_KEYS if key in layers.preset and settings.get(key) is layers.preset[key]]
+    if preset_keys:
+        settings["preset_batch_keys"] = Setting(preset_keys, None, "preset_batch_keys")
     config = _build(settings)
     try:
         validate(config, purpose)
     except InvalidConfigError as error:
         raise UsageError(_with_origin(error.message, settings.get(error.key)), error.hint) from None
     return config
+
+
+def _apply_defaults(settings: dict[str, Setting], defaults: Mapping[str, Setting]) -> None:
+    for key, default in defaults.items():
+        if key not in settings or settings[key].is_null:
+            settings[key] = default
+
+
+def _fine_tuning_defaults(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The defaults of a run that starts from a model; none for a new model."""
+
+    def is_set(key: str) -> bool:
+        return key in settings and not settings[key].is_null
+
+    if not is_set("model.path"):
+        return {}
+    defaults = dict(FINE_TUNING_DEFAULTS)
+    if is_set("optim.warmup_steps") or (is_set("training.mode") and settings["training.mode"].value == "infinite"):
+        # The number of steps is set, or the run has no end to take a share of.
+        del defaults["optim.warmup_ratio"]
+    return _collect_overrides(defaults, "the defaults with model.path")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -173,18 +210,36 @@ def extract_flags(
 
 
 def extract_config_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Takes `--section.key VALUE` out of a command line. A boolean key is a switch: `--data.shuffle` is true."""
+    """Takes `--section.key VALUE` out of a command line. A boolean key is a switch: `--data.shuffle` is true,
+    `--no-data.shuffle` is false."""
 
     def is_switch(name: str) -> bool:
         return field_types().get(ALIASES.get(name, name), bool) is bool
 
-    return extract_flags(args, lambda name: "." in name, is_switch)
+    def positive(arg: str) -> str:
+        key = arg.removeprefix("--no-").replace("-", "_")
+        return f"--{key}=false" if arg.startswith("--no-") and field_types().get(key) is bool else arg
+
+    return extract_flags([positive(arg) for arg in args], lambda name: "." in name, is_switch)
 
 
-def key_with_name(name: str) -> str | None:
-    """Returns the key that ends in `name`, or has an alias that does."""
-    name = name.replace("-", "_")
-    keys = [key for key in (*field_types(), *ALIASES) if key.rsplit(".", 1)[-1] == name]
+def explain_name(name: str, given: Collection[str] = ()) -> str | None:
+    """What to write instead of `name`, a setting's name in another trainer or without its section; None if unknown.
+
+    `given` are the keys that are set already: suggesting one of them would not help.
+    """
+    leaf = name.replace("-", "_").rsplit(".", 1)[-1]
+    setting = _key_with_leaf(leaf) or OTHER_NAMES.get(leaf)
+    if setting is None:
+        return NOT_HERE.get(leaf)
+    if setting.split()[0] in given:
+        return f"leave it out: in Torchstone this is --{setting.split()[0]}, which is given too"
+    return f"in Torchstone this is --{setting}"
+
+
+def _key_with_leaf(leaf: str) -> str | None:
+    """Returns the key that ends in `leaf`, or has an alias that does."""
+    keys = [key for key in (*field_types(), *ALIASES) if key.rsplit(".", 1)[-1] == leaf]
     return ALIASES.get(keys[0], keys[0]) if keys else None
 
 
@@ -257,9 +312,12 @@ def _merge(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, 
 def _suggest(key: str) -> str:
     sections = {name.split(".")[0] for name in field_types() if "." in name}
     section, _, leaf = key.partition(".")
-    same_leaf = key_with_name(leaf or section)
+    same_leaf = _key_with_leaf(leaf or section)
     if same_leaf is not None:
         return f"did you mean {same_leaf!r}?"
+    explanation = explain_name(key)
+    if explanation is not None:
+        return explanation
     similar = difflib.get_close_matches(key, [*field_types(), *ALIASES], n=1, cutoff=0.6)
     if similar:
         return f"did you mean {ALIASES.get(similar[0], similar[0])!r}?"

@@ -178,7 +178,8 @@ class TrainingConfig:
     """Tokens to train on, without padding; the run ends with the step that reaches this number."""
 
     global_batch_size: PositiveInt | None = None
-    """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise."""
+    """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise; by default 32
+    with model.path."""
 
     batch_size: PositiveInt | None = None
     """Rows per device and micro-step, except for packed conversations; by default 8 for text, 4 for conversations."""
@@ -211,7 +212,7 @@ class TrainingConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     learning_rate: NonNegativeFloat = 3e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW; by default 2e-5 with model.path."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
@@ -220,7 +221,7 @@ class OptimConfig:
     """Epsilon in the denominator of AdamW."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of all parameters except those of optim.no_decay."""
+    """Decoupled weight decay of all parameters except those of optim.no_decay; by default 0 with model.path."""
 
     no_decay: tuple[str, ...] = ("norm", "bias", "embed")
     """Kinds of parameters without weight decay: norm, bias, embed, head, matrix."""
@@ -233,6 +234,9 @@ class OptimConfig:
 
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
+
+    warmup_ratio: Fraction = 0.0
+    """Linear warm-up as a share of the run, instead of warmup_steps; by default 0.03 with model.path."""
 
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a share of the peak."""
@@ -334,7 +338,7 @@ class SystemConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The complete config of a run. `output_dir` is the only key outside a section."""
+    """The complete config of a run. `output_dir` is the only key outside a section that users set."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -347,6 +351,9 @@ class Config:
 
     output_dir: str = "runs/train"
     """Folder of the run: config.json, metrics.jsonl, checkpoints, logs."""
+
+    preset_batch_keys: tuple[str, ...] = ()
+    """Batch sizes that a preset set: one that does not apply to the data is dropped, where a typed one is an error."""
 
 
 SECTION_HELP = {
@@ -365,6 +372,12 @@ NEW_MODEL_KEYS = (
     "model.family", "model.depth", "model.width", "model.heads", "model.kv_heads", "model.mlp_width",
     "model.tied", "model.rope_theta", "model.init_std", "model.tokenizer",
 )  # fmt: skip
+
+# Defaults with model.path where they differ from those of a new model; docs/training.md says why.
+FINE_TUNING_DEFAULTS = {"optim.learning_rate": 2e-5, "optim.weight_decay": 0.0, "optim.warmup_ratio": 0.03}
+FINE_TUNING_BATCH_SIZE = 32
+# Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
+PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
 
 Purpose = Literal["train", "data"]
 # Rows per device and micro-step if training.batch_size is not set.
@@ -539,6 +552,18 @@ RULES = [
         lambda c: c.parallel.reduce == "each" and c.parallel.pp > 1,
         "parallel.reduce each does not work with pipelines, which reduce gradients once per step",
         "leave out parallel.reduce",
+    ),
+    Rule(
+        "optim.warmup_ratio",
+        lambda c: c.optim.warmup_ratio > 0 and c.optim.warmup_steps > 0,
+        "both optim.warmup_steps and optim.warmup_ratio are set",
+        "leave out one of them",
+    ),
+    Rule(
+        "optim.warmup_ratio",
+        lambda c: c.optim.warmup_ratio > 0 and c.training.mode == "infinite",
+        "training.mode infinite has no end, so optim.warmup_ratio is a share of nothing",
+        "use --optim.warmup_steps N",
     ),
     Rule(
         "optim.decay_steps",

@@ -16,8 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from torchstone.config.schema import DEFAULT_CHAT_ROWS, DEFAULT_TEXT_ROWS, Config, DataConfig
-from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
+from torchstone.config.schema import (
+    DEFAULT_CHAT_ROWS,
+    DEFAULT_TEXT_ROWS,
+    FINE_TUNING_BATCH_SIZE,
+    Config,
+    DataConfig,
+)
+from torchstone.data.batch_sizes import BatchSizes, drop_preset_sizes, resolve_batch_sizes
 from torchstone.data.cache import CacheOptions, DataSource, TokenCache, open_cache, open_source
 from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, MicroBatch, collate
 from torchstone.data.encode import RowCounts
@@ -139,9 +145,13 @@ def load_data(
     sources = open_sources(data, train)
     is_text = all(source.row_format in TEXT_FORMATS for source in sources)
     default_rows = DEFAULT_TEXT_ROWS if is_text else DEFAULT_CHAT_ROWS
-    batch_sizes = resolve_batch_sizes(
-        config.training, data.packing and not is_text, data.context_length, default_rows, dp
-    )
+    shares_rows = data.packing and not is_text
+    training, dropped = drop_preset_sizes(config.training, config.preset_batch_keys, shares_rows)
+    if dropped:
+        kind = "packed conversations" if shares_rows else "rows that are not packed"
+        console.info(f"{', '.join(dropped)} of the preset is not used: it does not apply to {kind}")
+    default_total = None if config.model.path is None else FINE_TUNING_BATCH_SIZE
+    batch_sizes = resolve_batch_sizes(training, shares_rows, data.context_length, default_rows, dp, default_total)
     caches = [tokenize_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
     splits = [split_validation(cache.origins, data.validation_split, seed) for cache in caches]
     train_parts = [_make_samples(data, cache, split[0]) for cache, split in zip(caches, splits, strict=True)]

@@ -28,7 +28,7 @@ from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES, Family
 from torchstone.models.generate import generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
-from torchstone.models.sizing import describe
+from torchstone.models.sizing import describe, parameter_count
 
 GENERATION_CONFIG = "generation_config.json"
 # Embeddings grow to a multiple of this, which matmul kernels prefer.
@@ -64,6 +64,11 @@ class Model(ABC):
     @padding_idx.setter
     @abstractmethod
     def padding_idx(self, idx: int | None) -> None: ...
+
+    @property
+    @abstractmethod
+    def parameter_count(self) -> int:
+        """Of the whole model, whatever this rank holds of it."""
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -195,6 +200,10 @@ class NativeModel(Model):
                 name = "global_padding_idx" if hasattr(part.tok_embed, "global_padding_idx") else "padding_idx"
                 setattr(part.tok_embed, name, idx)
 
+    @property
+    def parameter_count(self) -> int:
+        return parameter_count(self.module.config)
+
     def describe(self) -> str:
         return f"{self.hf_config['model_type']}, native: {describe(self.module.config)}"
 
@@ -246,9 +255,12 @@ class FallbackModel(Model):
     def padding_idx(self, idx: int | None) -> None:
         self.module.hf.get_input_embeddings().padding_idx = idx
 
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
     def describe(self) -> str:
-        count = sum(parameter.numel() for parameter in self.module.parameters())
-        return f"{count / 1e6:.2f}M parameters, {type(self.module.hf).__name__} of Transformers"
+        return f"{self.parameter_count / 1e6:.2f}M parameters, {type(self.module.hf).__name__} of Transformers"
 
     def length_error(self, max_length: int) -> str | None:
         return self.module.length_error(max_length)

@@ -40,11 +40,13 @@ def step_line(metrics: dict[str, Any], total: int | None, eta: str) -> str:
     return line if "val_loss" not in metrics else f"{line} | Validation loss: {metrics['val_loss']:.4f}"
 
 
-def bar_text(metrics: dict[str, Any], total: int | None, eta: str) -> str:
-    """The text beside the progress bar, short enough for 80 columns."""
+def bar_text(metrics: dict[str, Any], total: int | None, eta: str, val_loss: float | None) -> str:
+    """The text beside the progress bar: two lines, short enough for 80 columns."""
+    validation = "" if val_loss is None else f"  val loss {val_loss:.4f}"
     return (
         f"{metrics['step']}/{total or '-'}  loss {metrics['loss']:.4f}  norm {metrics['grad_norm']:.2f}  "
-        f"{metrics['tok_s']:,.0f} tok/s  ETA {eta}"
+        f"{metrics['tok_s']:,.0f} tok/s  ETA {eta}\n"
+        f"epoch {metrics['epoch']:.2f}  lr {metrics['lr']:.2e}  {metrics['memory'] / 2**30:.1f} GiB{validation}"
     )
 
 
@@ -82,6 +84,7 @@ class Console:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None
+        self._val_loss: float | None = None
 
     @property
     def terminal(self) -> TextIO:
@@ -116,7 +119,7 @@ class Console:
         if self.style == "bar":
             self._bar = self._new_bar()
             self._bar.start()
-            self._task = self._bar.add_task("", total=total, completed=done, state="")
+            self._task = self._bar.add_task("", total=total, completed=done, state=f"computing step {done + 1}")
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
@@ -152,7 +155,9 @@ class Console:
         labeled = text if self.label is None else f"[GPU {self.label}] {text}"
         self.log(labeled, "INFO")
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=metrics["step"], state=bar_text(metrics, self._total, eta))
+            self._val_loss = metrics.get("val_loss", self._val_loss)
+            state = bar_text(metrics, self._total, eta, self._val_loss)
+            self._bar.update(self._task, completed=metrics["step"], state=state)
             if "val_loss" in metrics:
                 self._print(text, "INFO")
         elif self.style == "lines" and self._is_printed(metrics):
@@ -186,10 +191,11 @@ class Console:
 
     def _new_bar(self, title: str = "") -> Progress:
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         screen = RichConsole(file=self._terminal, stderr=True, highlight=False, soft_wrap=True)
-        columns = [BarColumn(bar_width=16), TextColumn("{task.fields[state]}", markup=False)]
+        # The elapsed time ticks, so that a long first step does not look like a hang.
+        columns = [TimeElapsedColumn(), BarColumn(bar_width=12), TextColumn("{task.fields[state]}", markup=False)]
         return Progress(*([TextColumn(title, markup=False)] if title else []), *columns, console=screen)
 
 

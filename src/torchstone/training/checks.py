@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,6 +39,30 @@ def check_finite(step: int, loss: float, grad_norm: float, runner: Runner) -> No
 def _is_finite(gradient: Tensor) -> bool:
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return bool(local.isfinite().all())
+
+
+def check_memory(needed: int, parameters: int, device: torch.device) -> None:
+    """Raises if this rank's device has less memory than `needed` bytes, the least for `parameters` parameters."""
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        # The ranks of a machine share its memory.
+        memory = _host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if needed > memory:
+        raise OutOfMemoryError(
+            f"{parameters / 1e9:.2f}B parameters need at least {needed / 1e9:,.1f} GB per process, without "
+            f"activations, but {device} has {memory / 1e9:,.1f} GB",
+            "use a smaller model, --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards the model)",
+        )
+
+
+def _host_memory() -> int:
+    """The memory and swap of this machine, or the limit of its container."""
+    total = psutil.virtual_memory().total + psutil.swap_memory().total
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = Path(path).read_text().strip() if Path(path).is_file() else ""
+        total = min(total, int(limit)) if limit.isdecimal() else total
+    return total
 
 
 @contextmanager

@@ -85,8 +85,9 @@ def save_config(config: Config, is_resumed: bool, console: Console) -> None:
     """Writes config.json, and warns about settings that changed since the run started."""
     path = Path(config.output_dir) / "config.json"
     if is_resumed and path.is_file():
-        # The observe section does not change the run.
-        old, new = ({k: v for k, v in each.items() if k != "observe"} for each in (read_json(path), to_dict(config)))
+        # These do not change the run.
+        ignored = ("observe", "preset_batch_keys")
+        old, new = ({k: v for k, v in each.items() if k not in ignored} for each in (read_json(path), to_dict(config)))
         for line in _differences(old, new):
             console.warn(f"changed since {config.output_dir} started: {line}")
     write_json(path, to_dict(config))

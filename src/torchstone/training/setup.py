@@ -18,21 +18,34 @@ from torchstone.checkpoint.load import (
     restore_rng_states,
 )
 from torchstone.checkpoint.manifest import list_checkpoints
-from torchstone.checkpoint.model_folder import check_model_folder, check_new_model, load_model
+from torchstone.checkpoint.model_folder import (
+    check_model_folder,
+    check_new_model,
+    load_model,
+    stored_parameter_count,
+)
 from torchstone.config.schema import Config, SystemConfig
 from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import ExecutionOptions
+from torchstone.models.families import family_of
 from torchstone.models.model import Model, NativeModel, padded_vocab_size
-from torchstone.models.sizing import build_sized_decoder_config, build_sized_hf_config, describe, resolve_init_std
+from torchstone.models.sizing import (
+    build_sized_decoder_config,
+    build_sized_hf_config,
+    describe,
+    parameter_count,
+    resolve_init_std,
+)
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.schedule import schedule_warnings
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_new_model, build_runner
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
+from torchstone.training.checks import check_memory
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
 from torchstone.training.schedule import plan_schedule
@@ -47,7 +60,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     checkpoint = find_resume_checkpoint(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
     model_folder = checkpoint or (resolve_model_folder(config.model.path, ctx) if config.model.path else None)
     execution = _execution(config, ctx)
-    tokenizer = _check_model(config, model_folder, checkpoint, device, execution)
+    tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx)
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, console, ctx)
     identity = run_identity(config, data)
@@ -69,7 +82,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
     schedule = plan_schedule(config, data, progress)
-    for warning in schedule_warnings(schedule.total_steps, config.optim):
+    for warning in [*schedule_warnings(schedule.total_steps, config.optim), *_batch_size_warnings(data)]:
         console.warn(warning)
     checkpoint_info = {
         "identity": identity,
@@ -172,16 +185,27 @@ def _check_model(
     checkpoint: Path | None,
     device: torch.device,
     execution: ExecutionOptions,
+    ctx: ParallelContext,
 ) -> Tokenizer:
     """Checks the model before any data is tokenized; returns the tokenizer."""
     dtype = COMPUTE_DTYPE[config.training.precision]
     if model_folder is not None:
+        _check_memory(config, stored_parameter_count(model_folder), device, ctx)
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
     if model_folder is None:
-        check_new_model(_new_hf_config(config, tokenizer), device, dtype, execution)
+        hf_config = _new_hf_config(config, tokenizer)
+        check_new_model(hf_config, device, dtype, execution)
+        parameters = parameter_count(family_of(hf_config).decoder_config(hf_config))
+        _check_memory(config, parameters, device, ctx)
     return tokenizer
+
+
+def _check_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
+    """Raises if weights, gradients and the two moments do not fit in this rank's memory."""
+    shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
+    check_memory(4 * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards, parameters, device)
 
 
 def _build_model(
@@ -281,6 +305,15 @@ def _warn_about_batch_size(state: dict[str, Any], data: RunData, console: Consol
             f"a step had {old} samples and now has {new}; set --training.global_batch_size {old} to keep it with any "
             "number of processes"
         )
+
+
+def _batch_size_warnings(data: RunData) -> list[str]:
+    size, samples = data.batch_sizes.global_batch_size, len(data.train)
+    if size <= samples:
+        return []
+    return [
+        f"training.global_batch_size {size} is larger than the data ({samples} samples): an epoch is less than a step"
+    ]
 
 
 def _warn_about_padding(model: Model, tokenizer: Tokenizer, console: Console) -> None:
