@@ -6,12 +6,14 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+PIECE = 1 << 22
 REPO = r"(?P<repo>[^/]+/[^/]+)"
 API = re.compile(rf"/api/(?P<kind>models|datasets)/{REPO}(?:/revision/(?P<revision>[^/]+))?")
 TREE = re.compile(rf"/api/(?P<kind>models|datasets)/{REPO}/tree/(?P<revision>[^/]+)")
@@ -31,10 +33,11 @@ class HubServer(ThreadingHTTPServer):
         self.user_agents: set[str] = set()
         # The answer for a repository instead of its files: status and X-Error-Code.
         self.refused: dict[str, tuple[int, str]] = {}
-        # How many bytes of a file are sent before the connection breaks, once for each number.
+        # How many bytes of a file are sent before the connection breaks, once for each number; -1 for an error 503.
         self.cuts: dict[str, list[int]] = {}
-        self.gate = threading.Event()
-        self.gate.set()
+        # Seconds between two pieces of a file, and how many bytes of files were sent.
+        self.pause = 0.0
+        self.bytes_sent = 0
 
     def commit(self, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
         content = repo + "".join(f"{name} {hashlib.sha1(data).hexdigest()}\n" for name, data in sorted(files.items()))
@@ -104,6 +107,10 @@ class Handler(BaseHTTPRequestHandler):
         if data is None:
             self._error(404, "EntryNotFound")
             return
+        if self.command == "GET" and self.server.cuts.get(name, [0])[:1] == [-1]:
+            self.server.cuts[name].pop(0)
+            self._error(503, "")
+            return
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": self.server.sha(repo, revision)}
         start = int(re.sub(r"\D", "", self.headers.get("Range", "0")))
         if start:
@@ -128,7 +135,10 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: cuts.pop(0)])
             self.close_connection = True
             return
-        self.wfile.write(body)
+        for start in range(0, len(body), PIECE):
+            self.wfile.write(body[start : start + PIECE])
+            self.server.bytes_sent += len(body[start : start + PIECE]) if name else 0
+            time.sleep(self.server.pause)
 
 
 @contextmanager

@@ -316,7 +316,7 @@ def _is_unreachable(error: Exception) -> bool:
 def _reason(error: BaseException) -> str:
     if isinstance(error, _huggingface_hub().errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def _explain(name: HubName, error: Exception) -> Exception:
@@ -332,7 +332,8 @@ def _explain(name: HubName, error: Exception) -> Exception:
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return UsageError(f"{name}: there is no revision {name.revision}", f"{url}/tree/main lists branches and tags")
-    if isinstance(error, errors.RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError) or "401 Unauthorized" in str(error):
+        # Without a token, the hub does not tell a private repository from one that does not exist.
         return UsageError(
             f"{prefix}no such {name.repo_type} on {constants.ENDPOINT}",
             f"check the name{_local_folders(name)}; for a private repository, {LOG_IN}",
