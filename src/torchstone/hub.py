@@ -32,7 +32,7 @@ MODEL_FILES = (
     "config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "chat_template*", "merges.txt",
     "vocab.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json", "*.model", "*.tiktoken",
 )  # fmt: skip
-SUBFOLDERS = "*/*"
+SUBFOLDERS, CODE = "*/*", "*.py"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors")
 DATASET_METADATA = ("dataset_info.json", "dataset_infos.json")
@@ -95,9 +95,9 @@ def download_model(
 ) -> Snapshot:
     """Downloads the config, the tokenizer and the weights of a model. Its Python code is left out unless it may run."""
     console = console or Console()
-    commit = name.revision if name.is_pinned else _look_up(name, console)[0]
-    files = (*MODEL_FILES, *(("*.py",) if trust_remote_code else ()))
-    snapshot = _fetch(name, console, "the config and tokenizer", files, [SUBFOLDERS], commit)
+    name, commit, _ = (name, name.revision, ()) if name.is_pinned else _look_up(name, console)
+    files, ignore = ([*MODEL_FILES, CODE], [SUBFOLDERS]) if trust_remote_code else (MODEL_FILES, [SUBFOLDERS, CODE])
+    snapshot = _fetch(name, console, "the config and tokenizer", files, ignore, commit)
     if not weights or not (snapshot.folder / "config.json").is_file():
         return snapshot
     # With config.json a list of patterns always matches something. Transformers prefers the single file.
@@ -116,7 +116,7 @@ def download_data(name: HubName, suffixes: Sequence[str], console: Console | Non
     console = console or Console()
     commit = name.revision
     if not name.is_pinned or not name.path:
-        commit, files = _look_up(name, console)
+        name, commit, files = _look_up(name, console)
         name = name if name.path else replace(name, path=_training_files(name, files, suffixes))
     if glob.has_magic(name.path):
         # In the patterns of huggingface_hub a star also matches slashes; in ours it does not.
@@ -126,7 +126,7 @@ def download_data(name: HubName, suffixes: Sequence[str], console: Console | Non
         patterns = [name.path, *(f"{name.path}/*{suffix}" for suffix in suffixes)]
         snapshot = _fetch(name, console, "the files", patterns, (), commit)
     if not glob.glob(data_path(snapshot)):
-        _, files = _look_up(snapshot.name, console)
+        _, _, files = _look_up(snapshot.name, console)
         raise UsageError(f"{name}: the dataset has no such file", _choices(name, _split_patterns(files, suffixes)))
     return snapshot
 
@@ -141,8 +141,10 @@ def current_commit(name: HubName) -> str | None:
     """The commit that a branch or tag has on the hub now; None if the hub does not say."""
     try:
         return str(_repo_info(name).sha)
+    except TorchstoneError:
+        raise
     except Exception:
-        # It is only asked for a message.
+        # Many kinds of errors. It is only asked for a message.
         return None
 
 
@@ -166,21 +168,26 @@ def _huggingface_hub() -> ModuleType:
 
 
 def _repo_info(name: HubName) -> Any:
+    """Raises all kinds of errors, and TorchstoneError after a signal."""
     return _huggingface_hub().HfApi().repo_info(name.repo, repo_type=name.repo_type, revision=name.revision)
 
 
-def _look_up(name: HubName, console: Console) -> tuple[str, list[str]]:
-    """The commit and the files of a repository. If the hub cannot be reached, those in the cache, with a warning."""
+def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str]]:
+    """The name, its commit and its files. If the hub cannot be reached, what the cache has, with a warning; the name is
+    then pinned, so that the hub is not asked again."""
     try:
         info = _repo_info(name)
-        return info.sha, [file.rfilename for file in info.siblings or ()]
+        return name, info.sha, [file.rfilename for file in info.siblings or ()]
+    except TorchstoneError:
+        raise
     except Exception as error:
         folder = _cached_folder(name)
         if folder is None or not _is_unreachable(error):
             raise _explain(name, error) from None
         if not name.is_pinned:
             console.warn(f"{name}: the hub cannot be asked ({_reason(error)}): using commit {folder.name} of the cache")
-        return folder.name, [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        return replace(name, revision=folder.name), folder.name, files
 
 
 def _cached_folder(name: HubName) -> Path | None:
@@ -219,7 +226,6 @@ def _fetch(
         with _progress_bars(has_bars):
             folder = Path(_download_in_thread(name, patterns))
     except TorchstoneError:
-        # A signal.
         raise
     except Exception as error:
         raise _explain(name, error) from None
@@ -268,7 +274,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _no_weights(name: HubName, console: Console) -> UsageError:
-    others = [file for file in _look_up(name, console)[1] if file.endswith(OTHER_WEIGHTS)]
+    others = [file for file in _look_up(name, console)[2] if file.endswith(OTHER_WEIGHTS)]
     found = f"only {', '.join(others[:MAX_LISTED])}" if others else "no weights at all"
     return UsageError(
         f"{name} has no {WEIGHTS} and no {WEIGHTS_INDEX}: {found}",
