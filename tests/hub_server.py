@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,9 +36,14 @@ class HubServer(ThreadingHTTPServer):
         self.refused: dict[str, tuple[int, str]] = {}
         # How many bytes of a file are sent before the connection breaks, once for each number; -1 for an error 503.
         self.cuts: dict[str, list[int]] = {}
-        # Seconds between two pieces of a file, and how many bytes of files were sent.
+        # Seconds before each answer, seconds between two pieces of a file, and how many bytes of files were sent.
+        self.delay = 0.0
         self.pause = 0.0
         self.bytes_sent = 0
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def commit(self, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
         content = repo + "".join(f"{name} {hashlib.sha1(data).hexdigest()}\n" for name, data in sorted(files.items()))
@@ -70,6 +76,7 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        time.sleep(self.server.delay)
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         self.server.user_agents.add(self.headers.get("User-Agent", ""))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +23,9 @@ from torchstone.config import load_config
 from torchstone.data.sources import find_files
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
 from torchstone.testing import launch_procs
+from torchstone.training.stop import handle_stop_signals
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -371,6 +373,15 @@ class TestProcesses:
         process.communicate(timeout=30)
         assert process.returncode != 0
         assert server.bytes_sent < 120 << 20
+
+    def test_a_signal_is_not_taken_for_an_unreachable_hub(self, server: HubServer) -> None:
+        server.commit(MODEL, SMALL_MODEL)
+        model("org/llama")
+        server.delay = 2.0
+        with handle_stop_signals():
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(StoppedBySignal):
+                model("org/llama")
 
 
 class TestRuns:
