@@ -250,7 +250,7 @@ class TestErrors:
             ((403, "GatedRepo"), r"only on request \(gated\)\n  ask for it on .*/org/llama, then .*HF_TOKEN"),
             ((401, "GatedRepo"), r"only on request \(gated\)"),
             ((403, "Blocked"), r"refuses it: .*403 Forbidden: Blocked.*\n  .*HF_TOKEN"),
-            ((500, ""), r"not downloaded from http.*500 Internal Server Error.*\n  check the network and HF_ENDPOINT"),
+            ((500, ""), r"it cannot be downloaded from http.*500 Internal Server Error.*\n  check the network and HF_ENDPOINT"),
         ],
     )  # fmt: skip
     def test_a_refusal_says_what_to_do(self, server: HubServer, refused: tuple[int, str], message: str) -> None:
@@ -275,9 +275,11 @@ class TestErrors:
 
     def test_an_endpoint_that_cannot_be_reached(self, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         use_endpoint(monkeypatch, UNREACHABLE)
-        with pytest.raises(UsageError, match=rf"no such folder, and not downloaded from {UNREACHABLE}: ConnectError"):
+        with pytest.raises(
+            UsageError, match=rf"no such folder, and it cannot be downloaded from {UNREACHABLE}: ConnectError"
+        ):
             model("org/llama")
-        with pytest.raises(UsageError, match=rf"hub:org/rows: not downloaded from {UNREACHABLE}"):
+        with pytest.raises(UsageError, match=rf"hub:org/rows: it cannot be downloaded from {UNREACHABLE}"):
             find_files("hub:org/rows")
 
     def test_an_interrupted_download_is_completed_later(self, server: HubServer) -> None:
@@ -326,7 +328,9 @@ class TestOffline:
             lambda: model("org/other"),
             lambda: find_files("hub:org/rows/a/*.jsonl"),
         ):
-            with pytest.raises(UsageError, match=r"not completely in the cache .*, and HF_HUB_OFFLINE is set\n  unset"):
+            with pytest.raises(
+                UsageError, match=r"it is not completely in the cache .*, and HF_HUB_OFFLINE is set\n  unset"
+            ):
                 load()
 
     def test_an_unreachable_hub_is_reported_and_the_cache_is_used(

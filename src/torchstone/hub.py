@@ -348,11 +348,11 @@ def _explain(name: HubName, error: Exception) -> Exception:
         return UsageError(f"{name}: {constants.ENDPOINT} refuses it: {_reason(error)}", LOG_IN)
     if constants.HF_HUB_OFFLINE:
         return UsageError(
-            f"{prefix}not completely in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",
+            f"{prefix}it is not completely in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",
             "unset HF_HUB_OFFLINE to download it",
         )
     return UsageError(
-        f"{prefix}not downloaded from {constants.ENDPOINT}: {_reason(error.__cause__ or error)}",
+        f"{prefix}it cannot be downloaded from {constants.ENDPOINT}: {_reason(error.__cause__ or error)}",
         "check the network and HF_ENDPOINT, and run the same command again: files that are complete are kept in "
         f"{constants.HF_HUB_CACHE}; HF_HUB_OFFLINE=1 uses only those",
     )
