@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60
 LAYERS = [
     {"errors", "atomic", "heartbeat", "__init__"},
     {"config", "launch", "demo.corpus", "demo.builtin"},
-    {"data", "models", "loss", "optim", "observe"},
+    {"data", "models", "loss", "optim", "observe", "hub"},
     {"parallel", "tuning"},
     {"checkpoint"},
     {"training"},

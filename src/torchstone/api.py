@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchstone import heartbeat
+from torchstone import heartbeat, hub
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import is_model_folder, resolve_model_folder
 from torchstone.checkpoint.model_folder import NotNativeError, check_model_folder, load_model, read_model_config
@@ -27,6 +27,7 @@ from torchstone.config.load import from_dict, load_config, to_dict
 from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig
 from torchstone.data.inspect import inspect_sources
 from torchstone.data.loader import open_sources, tokenize_source
+from torchstone.data.sources import SUFFIXES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
@@ -37,10 +38,17 @@ from torchstone.models.sizing import build_sized_decoder_config
 from torchstone.observe.console import Console
 from torchstone.optim.schedule import resolve_warmup_steps
 from torchstone.parallel.build import stage_layer_ranges
-from torchstone.parallel.mesh import init_distributed, is_distributed, resolve_dims, translate_comm_errors
+from torchstone.parallel.mesh import (
+    init_distributed,
+    is_distributed,
+    local_rank,
+    resolve_dims,
+    translate_comm_errors,
+)
 from torchstone.training import run_folder
 from torchstone.training.checks import translate_out_of_memory
 from torchstone.training.evaluate import Question, evaluate_file, generate_answers
+from torchstone.training.hub_commits import check_same_commits, pin_hub_names
 from torchstone.training.loop import Callback, Run, TrainResult, train_loop
 from torchstone.training.setup import (
     build_run,
@@ -68,6 +76,9 @@ def train(
 
 def train_with_config(config: Config, callbacks: Sequence[Callback] = ()) -> TrainResult:
     with handle_stop_signals(), translate_comm_errors():
+        if not heartbeat.has_launcher():
+            heartbeat.report_phase("downloading from the hub")
+            config = download_with_config(config, weights=True)
         if is_distributed() and not heartbeat.has_launcher() and not dist.is_initialized():
             # torchrun or srun started the ranks, so no launcher has prepared the data. One process per host does it
             # now, so that no process group waits during tokenization.
@@ -85,6 +96,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
     with ExitStack() as stack:
         is_mixed = config.training.precision == "bf16"
         ctx = stack.enter_context(init_distributed(config.parallel, device, is_mixed, timeout, join_timeout))
+        check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
         console = stack.enter_context(run_folder.open_console(config, ctx))
         with translate_out_of_memory("the model", device):
@@ -113,9 +125,10 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
     if config.model.path is None:
         # Neither vocabulary nor context length matters for this check.
         decoder_config = build_sized_decoder_config(config.model, vocab_size=8, context_length=8)
-    elif is_model_folder(Path(config.model.path)):
+    elif (name := hub.parse_model(config.model.path)) is not None or is_model_folder(Path(config.model.path)):
+        folder = Path(config.model.path) if name is None else hub.download_model(name, weights=False).folder
         try:
-            _, _, decoder_config = read_model_config(Path(config.model.path))
+            _, _, decoder_config = read_model_config(folder)
         except NotNativeError:
             check_fallback_execution(ExecutionOptions(tp=dims.tp, pp=dims.pp))
             return
@@ -123,6 +136,11 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
         # A run: its checkpoint is chosen and checked later.
         return
     stage_layer_ranges(decoder_config, dims, config.parallel)
+
+
+def download_with_config(config: Config, weights: bool = False) -> Config:
+    """Downloads what a config names on the hub, and returns the config with the commits."""
+    return pin_hub_names(config, Console(config.observe.console if local_rank() == 0 else "none"), weights)
 
 
 def prepare(
@@ -133,6 +151,7 @@ def prepare(
 
 
 def prepare_with_config(config: Config) -> dict[str, Any]:
+    config = download_with_config(config)
     data = open_data(config, _load_tokenizer(config), Console(config.observe.console))
     return {
         "fingerprint": data.fingerprint,
@@ -161,6 +180,7 @@ def inspect_data(
 
 
 def inspect_data_with_config(config: Config, rows: int = 5, tokens: int | None = 400) -> dict[str, Any]:
+    config = download_with_config(config)
     console, tokenizer, data = Console(config.observe.console), _load_tokenizer(config), config.data
     names = [data_file(name, Path(data.cache_dir)) for name in data.path or ()]
     caches = [
@@ -185,7 +205,8 @@ def train_tokenizer(
 ) -> dict[str, Any]:
     """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report."""
     check_target(Path(folder))
-    names = [data_file(name, Path(cache_dir)) for name in ([data] if isinstance(data, str) else data)]
+    console = Console("quiet" if quiet else "auto")
+    names = [_data_path(name, cache_dir, console) for name in ([data] if isinstance(data, str) else data)]
     tokenizer, report = train_bpe(
         names,
         vocab_size,
@@ -195,7 +216,7 @@ def train_tokenizer(
         min_frequency=min_frequency,
         max_bytes=max_bytes,
         stop_on_bad_row=not skip_bad_rows,
-        console=Console("quiet" if quiet else "auto"),
+        console=console,
     )
     save_tokenizer(tokenizer, Path(folder))
     return {"folder": str(folder)} | report
@@ -211,14 +232,15 @@ def evaluate(
     quiet: bool = False,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Returns the loss of a model (run, checkpoint or folder) over `data`; for conversations also the exact match."""
+    """Returns the loss of a model (run, checkpoint, folder or name on the hub) over `data`; for conversations also the
+    exact match."""
     console = Console("quiet" if quiet else "lines")
     torch_device = select_device(SystemConfig(device=device))
-    folder = resolve_model_folder(source)
+    folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
     execution = ExecutionOptions(packed=True, trust_remote_code=trust_remote_code)
     check_model_folder(folder, torch_device, torch.float32, execution)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    path = data_file(data, Path(cache_dir))
+    path = _data_path(data, cache_dir, console)
     with translate_out_of_memory("the evaluation", torch_device):
         model = load_model(folder, torch_device, execution=execution)
         context_length = context_length or min(EVALUATION_LENGTH, model.max_positions or EVALUATION_LENGTH)
@@ -272,12 +294,12 @@ def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: boo
 
 
 class Chat:
-    """A conversation with a run, a checkpoint or a Hugging Face folder."""
+    """A conversation with a run, a checkpoint, a Hugging Face folder or a model on the hub."""
 
     def __init__(
         self, source: str, max_new_tokens: int = 256, device: Device = "auto", trust_remote_code: bool = False
     ) -> None:
-        folder = resolve_model_folder(source)
+        folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
         execution = ExecutionOptions(trust_remote_code=trust_remote_code)
         torch_device = select_device(SystemConfig(device=device))
         check_model_folder(folder, torch_device, torch.float32, execution)
@@ -297,8 +319,16 @@ class Chat:
         self.messages = []
 
 
+def _data_path(name: str, cache_dir: str, console: Console) -> str:
+    """The file of a `demo:` name, the pinned name of a dataset on the hub; any other path is returned as it is."""
+    on_hub = hub.parse_data(name)
+    if on_hub is not None:
+        return str(hub.download_data(on_hub, SUFFIXES, console).name)
+    return data_file(name, Path(cache_dir))
+
+
 def _load_tokenizer(config: Config) -> Tokenizer:
-    folder = resolve_model_folder(config.model.path) if config.model.path else None
+    folder = resolve_model_folder(config.model.path, weights=False) if config.model.path else None
     path = tokenizer_path(config, folder)
     return load_tokenizer(path, config.data.chat_template, config.model.trust_remote_code)
 

@@ -208,21 +208,27 @@ class Commands:
         *,
         preset: str | None = None,
         processes: PositiveInt | None = None,
+        pin: Path | None = None,
         as_json: JsonFlag = False,
     ) -> None:
-        """Tokenize the data of a config into the cache, and stop.
+        """Tokenize the data of a config into the cache, and stop. Data on the hub is downloaded first.
 
         Args:
             config: JSON, YAML or TOML file.
             preset: demo, demo-chat, debug or production.
             processes: First check that the parallel sizes fit this many processes and the model.
+            pin: Also download the model from the hub, and write the config with all commits to this file.
             as_json: Print the result as JSON.
         """
         resolved = self._resolve(config, preset, purpose="data" if processes is None else "train")
         from torchstone import api
 
+        resolved = api.download_with_config(resolved)
         if processes is not None:
             api.check_parallel_dims(resolved, processes)
+        if pin is not None:
+            resolved = api.download_with_config(resolved, weights=True)
+            write_text(pin, json.dumps(to_dict(resolved), indent=2) + "\n")
         _print_result(api.prepare_with_config(resolved), as_json)
 
     def inspect_data(
@@ -279,7 +285,7 @@ class Commands:
 
         Args:
             folder: The new folder.
-            data: Files, folders or globs, separated by commas; or demo:corpus.
+            data: Files, folders, globs or hub:org/name, separated by commas; or demo:corpus.
             vocab_size: Vocabulary size, including special tokens.
             special: Additional special tokens, separated by commas.
             chat_template: A file, or chatml, llama3, alpaca, plain, none; its special tokens are added.
@@ -375,8 +381,8 @@ class Commands:
         """Compute the loss of a model over a data file and, for conversations, the exact-match accuracy.
 
         Args:
-            source: A run, a checkpoint or a Hugging Face folder.
-            data: A file, folder or glob, or demo:corpus, demo:chat, demo:heldout.
+            source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
+            data: A file, folder or glob; hub:org/name; or demo:corpus, demo:chat, demo:heldout.
             questions: Rows to answer; by default all, 0 for none.
             context_length: Maximum row length in tokens; by default 1024, or the model's maximum if smaller.
             device: auto, cpu or cuda.
@@ -409,7 +415,7 @@ class Commands:
         """Write a Hugging Face folder, and verify it by loading it in Transformers.
 
         Args:
-            source: A run (its best checkpoint, else its newest), a checkpoint or a Hugging Face folder.
+            source: A run (its best checkpoint, else its newest), a checkpoint, a Hugging Face folder, or a hub name.
             target: The new folder.
             dtype: float32, bfloat16 or float16; auto keeps the source's.
             verify: Load the folder in Transformers and compare weights and logits.
@@ -433,7 +439,7 @@ class Commands:
         """Chat with a model. An empty line or Ctrl-D ends the chat, /new starts a new conversation.
 
         Args:
-            source: A run, a checkpoint or a Hugging Face folder.
+            source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
             prompt: Ask this once, print the answer and stop.
             max_new_tokens: Maximum length of an answer in tokens.
             device: auto, cpu or cuda.
@@ -479,10 +485,12 @@ class Commands:
         text, logs = json.dumps(to_dict(config), indent=2), _log_folder(config)
         command = [sys.executable, "-m", "torchstone.cli"]
         with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
-            file = Path(folder) / "config.json"
+            file, pinned = Path(folder) / "config.json", Path(folder) / "pinned.json"
             file.write_text(text)
             check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
-            code = run_preparation([*command, "prepare", str(file), *check])
+            code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
+            # The workers get the commits of what is on the hub.
+            text = pinned.read_text() if code == 0 else text
         if code == 0:
             # In the run's folder: a file in /tmp may be gone when workers restart, weeks later.
             logs.mkdir(parents=True, exist_ok=True)

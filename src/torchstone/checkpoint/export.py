@@ -37,7 +37,7 @@ def export_model(
     source: str, target: Path, dtype: str = "auto", verify: bool = True, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Writes `source` (a run, a checkpoint or a folder) to `target`; returns what was written and measured."""
-    folder = resolve_model_folder(source)
+    folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
     if target.is_file():
         raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):

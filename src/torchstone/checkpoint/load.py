@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstone import atomic
+from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
@@ -59,9 +59,15 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not (folder / CHECKPOINTS).is_dir()
 
 
-def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Path:
-    """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint."""
-    folder = Path(path)
+def resolve_model_folder(
+    path: str, ctx: ParallelContext = SINGLE_PROCESS, weights: bool = True, trust_remote_code: bool = False
+) -> Path:
+    """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint.
+
+    A model on the hub is downloaded, unless it is in the cache; without `weights`, only its config and tokenizer.
+    """
+    name = hub.parse_model(path)
+    folder = Path(path) if name is None else hub.download_model(name, None, weights, trust_remote_code).folder
     root = folder / CHECKPOINTS
     if (folder / "metrics.jsonl").is_file() and not manifest.list_checkpoints(root):
         raise UsageError(f"{folder} is a run without a checkpoint")
@@ -76,7 +82,10 @@ def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Pa
         manifest.verify_checkpoint(checkpoint, ctx)
         return checkpoint
     if not folder.is_dir():
-        raise UsageError(f"model folder {folder} does not exist", "name a Hugging Face folder, a checkpoint or a run")
+        raise UsageError(
+            f"model folder {folder} does not exist",
+            "name a Hugging Face folder, a checkpoint or a run, or a model on the hub as org/name",
+        )
     if (folder / "adapter_config.json").is_file():
         raise UsageError(
             f"{folder} is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"

@@ -55,10 +55,10 @@ WorkerCount = Annotated[int, Range(0, 256)]
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = None
-    """Hugging Face folder, checkpoint or run to start from; without it, model.depth makes a new model."""
+    """Hugging Face folder, checkpoint, run, or model on the hub (org/name); without it, model.depth makes a new one."""
 
     tokenizer: str | None = None
-    """Folder of the tokenizer, or demo:tokenizer for the built-in one; by default the one in model.path."""
+    """Folder of the tokenizer, name on the hub (org/name), or demo:tokenizer; by default the one in model.path."""
 
     family: FamilyName = "llama"
     """Architecture of a new model."""
@@ -112,7 +112,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: tuple[str, ...] | None = None
-    """Training data: a file (JSONL, .gz, .zst, parquet), folder or glob; several with commas; or demo:corpus."""
+    """Training data: a file (JSONL, .gz, .zst, parquet), folder, glob or hub:org/name; several with commas."""
 
     weights: tuple[PositiveFloat, ...] = ()
     """Relative share of the samples from each path; without weights every row is seen once per epoch."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
+from torchstone import hub
 from torchstone.data.json_array import array_lines, starts_with_array
 from torchstone.errors import DataError, UsageError
 
@@ -83,7 +84,13 @@ class Chunk(NamedTuple):
 
 
 def find_files(name: str) -> list[Path]:
-    """The data files of a path: the file, all files of a folder, matches of a glob. A datasets folder is one file."""
+    """The data files of a path: the file, all files of a folder, matches of a glob. A datasets folder is one file.
+
+    Files on the hub are downloaded, unless they are in the cache.
+    """
+    on_hub = hub.parse_data(name)
+    if on_hub is not None:
+        name = hub.data_path(hub.download_data(on_hub, SUFFIXES))
     path = Path(name)
     if path.is_dir():
         files = [_datasets_split(path)] if _is_datasets_folder(path) else _files_in(path)
@@ -102,7 +109,9 @@ def find_files(name: str) -> list[Path]:
     siblings = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(SUFFIXES))[:8]
     raise UsageError(
         f"data file {path} does not exist",
-        f"data files in {path.parent}: {', '.join(siblings)}" if siblings else "check the path",
+        f"data files in {path.parent}: {', '.join(siblings)}"
+        if siblings
+        else "check the path; a dataset on the hub is hub:org/name",
     )
 
 

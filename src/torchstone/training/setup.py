@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchstone import __version__, heartbeat
+from torchstone import __version__, heartbeat, hub
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
@@ -46,6 +46,7 @@ from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_n
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
 from torchstone.training.checks import check_memory
+from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
 from torchstone.training.schedule import plan_schedule
@@ -92,6 +93,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         "padding_row": model.padding_idx,
         "implementation": model.implementation,
         "model": model.notes,
+        "hub": hub_names(config),
     }
     runner = build_runner(model, builder, data.packed)
     run = Run(
@@ -119,6 +121,9 @@ def open_data(config: Config, tokenizer: Tokenizer, console: Console, ctx: Paral
 
 def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
     if config.model.tokenizer is not None:
+        name = hub.parse_model(config.model.tokenizer)
+        if name is not None:
+            return hub.download_model(name, None, False, config.model.trust_remote_code).folder
         return tokenizer_folder(config.model.tokenizer, Path(config.data.cache_dir))
     assert model_folder is not None
     return model_folder
