@@ -296,17 +296,39 @@ class TestWhichCheckpoint:
         assert exact_metrics(other) == exact_metrics(run)[2:]
         assert saved_tensors(other, STEPS)["model.safetensors"] == saved_tensors(run, STEPS)["model.safetensors"]
 
-    def test_a_damaged_one_is_skipped_with_a_warning(
+    def test_a_damaged_one_is_skipped_and_renamed_with_a_warning(
         self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         whole, damaged = tmp_path / "whole", tmp_path / "damaged"
         api.train(load_config(overrides=chat_run(settings, chat_file, whole)))
         overrides = chat_run(settings, chat_file, damaged)
         api.train(load_config(overrides=overrides), callbacks=[StopAt(4)])
-        path = damaged / "checkpoints/step-00000004/optimizer.safetensors"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip_a_bit(damaged / "checkpoints/step-00000004/optimizer.safetensors")
         api.train(load_config(overrides=overrides))
-        assert "optimizer.safetensors: damaged" in capsys.readouterr().err
+        warnings = capsys.readouterr().err
+        assert "optimizer.safetensors: damaged" in warnings
+        assert f"step-00000004 is damaged: renamed to {damaged}/checkpoints/damaged-step-00000004" in warnings
         assert_same_run(whole, damaged, STEPS)
+
+    def test_a_damaged_one_does_not_count_as_one_to_keep(
+        self, settings: Settings, chat_file: Path, tmp_path: Path
+    ) -> None:
+        """A run that resumes from step 2 and is stopped at step 3 must be able to resume, though step 4 was saved."""
+        changes = {"checkpoint__keep_last": 1, "checkpoint__every_steps": 100}
+        overrides = chat_run(settings, chat_file, tmp_path / "run", **changes)
+        for step in (2, 4):
+            api.train(load_config(overrides=overrides | {"checkpoint.keep_last": None}), callbacks=[StopAt(step)])
+        root = tmp_path / "run/checkpoints"
+        (root / "damaged-step-00000004").mkdir()
+        flip_a_bit(root / "step-00000004/model.safetensors")
+        api.train(load_config(overrides=overrides), callbacks=[StopAt(3)])
+        names = sorted(path.name for path in root.iterdir())
+        assert names == ["damaged-step-00000004", "damaged-step-00000004-2", "step-00000002", "step-00000003"]
+        api.train(load_config(overrides=overrides))
+        assert [step for step, _ in manifest.list_checkpoints(root)] == [3, STEPS], "step 3 was resumed from"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -476,6 +476,15 @@ class TestCheckpointing:
         assert [step for step, _ in manifest.list_checkpoints(tmp_path)] == [2, 4, 5]
         assert best_step(tmp_path) == 2
 
+    def test_pruning_keeps_the_checkpoint_just_saved_and_the_one_resumed_from(self, tmp_path: Path) -> None:
+        """Even if checkpoints with higher steps are present."""
+        folders = [tmp_path / manifest.checkpoint_name(step) for step in range(1, 6)]
+        for each in folders:
+            with manifest.commit_folder(each) as folder:
+                (folder / "file").write_text(each.name)
+        assert prune_checkpoints(tmp_path, 1, protected=(folders[2], folders[0], None)) == [2, 4]
+        assert [step for step, _ in manifest.list_checkpoints(tmp_path)] == [1, 3, 5]
+
     def test_the_model_of_a_run_is_its_best_checkpoint_or_its_newest(
         self, model: Model, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, tmp_path: Path
     ) -> None:

@@ -101,6 +101,12 @@ def temporary_path(final: Path, state: str) -> Path:
     return final.with_name(f".{final.name}.{state}")
 
 
+def free_path(path: Path) -> Path:
+    """`path`, or with a number behind its stem if something of that name exists."""
+    names = (path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, 10_000)))
+    return next(name for name in names if not os.path.lexists(name))
+
+
 def clean_up(root: Path, pattern: str) -> None:
     """Removes temporary folders of interrupted processes, and restores one that was moved aside but not replaced."""
     for leftover in root.glob(f".{pattern}"):

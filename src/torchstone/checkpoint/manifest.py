@@ -73,6 +73,14 @@ def verify_checkpoint(folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> No
     ctx.raise_on_all_ranks(error)
 
 
+def set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is neither listed nor counted; returns its new path."""
+    aside = atomic.free_path(folder.with_name(f"damaged-{folder.name}"))
+    folder.rename(aside)
+    atomic.fsync(folder.parent)
+    return aside
+
+
 def remove_checkpoint(folder: Path) -> None:
     """Renames the folder first, so that a half-removed checkpoint is never listed."""
     hidden = atomic.temporary_path(folder, "removed")

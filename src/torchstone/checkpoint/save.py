@@ -10,6 +10,7 @@ Several ranks write in parallel: each writes its shards of the weights (weights-
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +163,15 @@ def best_step(root: Path) -> int | None:
     return step
 
 
-def prune_checkpoints(root: Path, keep_last: int | None) -> list[int]:
-    """Removes all but the newest `keep_last` checkpoints and the best one; returns the removed steps."""
+def prune_checkpoints(root: Path, keep_last: int | None, protected: Collection[Path | None] = ()) -> list[int]:
+    """Removes all but the newest `keep_last` checkpoints, the best one and `protected`; returns the removed steps."""
     if keep_last is None:
         return []
     best = best_step(root)
+    kept = {folder.resolve() for folder in protected if folder is not None}
     removed = []
     for step, folder in manifest.list_checkpoints(root)[:-keep_last]:
-        if step != best:
+        if step != best and folder.resolve() not in kept:
             manifest.remove_checkpoint(folder)
             removed.append(step)
     return removed

@@ -58,6 +58,11 @@ class Run:
     checkpoint: Path | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
+    # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
+    resumed_from: Path | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resumed_from = self.checkpoint
 
     @property
     def device(self) -> torch.device:
@@ -266,7 +271,8 @@ def _save_checkpoint(run: Run, callbacks: Sequence[Callback]) -> None:
     state = run.progress.to_dict() | run.checkpoint_info
     run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, run.ctx)
     mark_best_checkpoint(run)
-    removed = prune_checkpoints(root, run.config.checkpoint.keep_last) if run.ctx.is_main else []
+    keep_last, protected = run.config.checkpoint.keep_last, (run.checkpoint, run.resumed_from)
+    removed = prune_checkpoints(root, keep_last, protected) if run.ctx.is_main else []
     run.console.info(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
     for callback in callbacks:
         callback.on_checkpoint(run, run.checkpoint)
