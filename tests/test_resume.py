@@ -275,6 +275,19 @@ class TestWhatResumeRefuses:
         with pytest.raises(CheckpointError, match="no checkpoint in .* is complete"):
             api.train(load_config(overrides=overrides | {"training.max_steps": 4}))
 
+    def test_files_that_the_newest_checkpoint_was_not_saved_with(
+        self, settings: Settings, chat_file: Path, tmp_path: Path
+    ) -> None:
+        """They would be loaded instead of model.safetensors. The checkpoint is intact: resuming does not go back."""
+        overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=4)
+        api.train(load_config(overrides=overrides))
+        stray = tmp_path / "run/checkpoints/step-00000004/weights-00000.safetensors"
+        shutil.copy(stray.with_name("model.safetensors"), stray)
+        with pytest.raises(CheckpointError, match="does not list: weights-00000.safetensors"):
+            api.train(load_config(overrides=overrides | {"training.max_steps": 5}))
+        stray.unlink()
+        assert api.train(load_config(overrides=overrides | {"training.max_steps": 5})).step == 5
+
     def test_a_named_checkpoint_beside_newer_ones(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
         overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=4)
         api.train(load_config(overrides=overrides))

@@ -435,6 +435,22 @@ class TestCheckpointing:
             manifest.verify_checkpoint(checkpoint)
 
     @pytest.mark.parametrize(
+        "name",
+        [
+            "weights-00000.safetensors", "optimizer-00000.safetensors", "random-00007.safetensors",
+            "model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.fp16.safetensors",
+            "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_config.json",
+            "tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "optimizer.pt", "MODEL.SAFETENSORS",
+        ],
+    )  # fmt: skip
+    def test_files_that_could_be_loaded_must_be_in_the_manifest(self, checkpoint: Path, name: str) -> None:
+        (checkpoint / "README.md").write_text("notes of a user are allowed")
+        manifest.verify_checkpoint(checkpoint)
+        (checkpoint / name).write_bytes((checkpoint / "model.safetensors").read_bytes())
+        with pytest.raises(CheckpointError, match=f"does not list: {re.escape(name)}\\n"):
+            resolve_model_folder(str(checkpoint))
+
+    @pytest.mark.parametrize(
         "content",
         ['{"format": 1, "fi|es": {}}', '{"format": 1, "files": 3}', '{"format": 1, "files": {}}', "[]", "", "{"],
     )

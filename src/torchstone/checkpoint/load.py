@@ -47,6 +47,9 @@ def find_resume_checkpoint(
     for _, folder in reversed(checkpoints):
         try:
             manifest.verify_checkpoint(folder, ctx)
+        except manifest.UnlistedFilesError:
+            # An older checkpoint would lose steps, and someone has to look at these files anyway.
+            raise
         except CheckpointError as error:
             warn(f"{error.message}; trying the previous checkpoint")
             damaged.append(folder)
