@@ -33,6 +33,8 @@ from torchstone.data.samples import Samples
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumericalError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
+from torchstone.models.decoder import Fusion
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
 from torchstone.observe.metrics import MetricsFile, read_metrics
 from torchstone.optim.build import build_optimizer
@@ -41,6 +43,7 @@ from torchstone.optim.schedule import lr_at_step, schedule_warnings
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.parallel.runner import Runner
 from torchstone.training import schedule
+from torchstone.training.checks import check_saved_state
 from torchstone.training.schedule import plan_schedule
 from torchstone.training.state import Progress
 from torchstone.training.step import compute_gradients, validation_loss
@@ -176,10 +179,11 @@ class TestGradientStep:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_gradients_that_are_not_finite_never_reach_the_weights(self, model: Model, bad: float) -> None:
+        """The error has their Hugging Face names."""
         optimizer = optimizer_for(model)
         before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
         model.module.layers["1"].mlp.up.weight.register_hook(lambda gradient: gradient * bad)
-        message = r"1 gradients are not finite, such as layers\.1\.mlp\.up\.weight"
+        message = r"1 gradients are not finite, such as model\.layers\.1\.mlp\.up_proj\.weight;"
         with pytest.raises(NumericalError, match=message) as caught:
             train_step(Runner(model, CPU, False), optimizer, padded_batch(sequences(2)), 3, 1e-3, 1.0)
         assert caught.value.exit_code == 5
@@ -512,6 +516,34 @@ class TestCheckpointing:
         assert resolve_model_folder(str(tmp_path)) == root / "step-00000001"
         with pytest.raises(UsageError, match="does not exist"):
             resolve_model_folder(str(tmp_path / "other"))
+
+
+class TestSavedState:
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
+    @pytest.mark.parametrize("fused", [(), ("qkv", "gate_up")], ids=["plain", "fused"])
+    def test_a_value_that_is_not_finite_is_found_by_its_hugging_face_name(
+        self, llama_dir: Path, fused: tuple[Fusion, ...], kind: str, bad: float
+    ) -> None:
+        model = load_model(llama_dir, CPU, execution=ExecutionOptions(fused=fused))
+        optimizer, runner = optimizer_for(model), Runner(model, CPU, False)
+        train_step(runner, optimizer, padded_batch(sequences(2)), 1, 1e-3, 1.0)
+        check_saved_state(1, runner, optimizer, None)
+        parameters = dict(model.named_parameters())
+        matrix = parameters["layers.1.attention.wqkv.weight" if fused else "layers.1.attention.wk.weight"]
+        # In the fused matrix, the 32 features of q come first.
+        tensor = matrix.detach() if kind == "weight" else optimizer.state[matrix][kind]
+        tensor[35 if fused else 3, 5] = bad
+        name = "model.layers.1.self_attn.k_proj.weight" + ("" if kind == "weight" else f" ({kind})")
+        with pytest.raises(NumericalError, match=re.escape(f"infinite or NaN, such as {name};")) as caught:
+            check_saved_state(1, runner, optimizer, Path("runs/a/checkpoints/step-00000001"))
+        assert "step-00000001 is kept: resume from it" in str(caught.value)
+
+    def test_names_of_the_fallback_have_no_prefix_of_ours(self, llama_dir: Path) -> None:
+        model = load_model(llama_dir, CPU, execution=ExecutionOptions(implementation="fallback"))
+        dict(model.named_parameters())["hf.model.norm.weight"].detach().fill_(float("nan"))
+        with pytest.raises(NumericalError, match=r"made 1 weights .* such as model\.norm\.weight;"):
+            check_saved_state(1, Runner(model, CPU, False), optimizer_for(model), None)
 
 
 class TestExport:

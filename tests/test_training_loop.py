@@ -285,6 +285,16 @@ class TestValidation:
             train(overrides)
         assert not (Path(overrides["output_dir"]) / "checkpoints").exists()
 
+    def test_weights_that_the_last_update_made_infinite_are_not_saved(self, settings: Settings) -> None:
+        """Loss and gradients of that step were finite."""
+        train(settings(training__max_steps=2))
+        with pytest.raises(NumericalError, match="step 3 made .* weights or moments infinite or NaN") as caught:
+            train(settings(training__max_steps=3, optim__learning_rate=1e39, optim__schedule="constant"))
+        folder = Path(settings()["output_dir"])
+        assert checkpoint_steps(folder) == [2]
+        assert str(folder / "checkpoints/step-00000002") in str(caught.value)
+        assert caught.value.exit_code == 5
+
     def test_validation_does_not_change_training(self, settings: Settings, tmp_path: Path) -> None:
         plain = train(settings(data__validation_split=0.2, training__validate_at_end=False))[1]
         often = settings(

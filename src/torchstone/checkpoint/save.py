@@ -99,6 +99,13 @@ def hf_state_dict(model: Model) -> dict[str, Tensor]:
     return full_state_dict(model.module.hf) or model.module.hf.state_dict()
 
 
+def hf_name(model: Model, name: str) -> str:
+    """The Hugging Face name of the tensor that holds an unfused parameter."""
+    if isinstance(model, NativeModel):
+        return next(iter(WEIGHT_NAMES[model.hf_config["model_type"]].stored_tensors([name])))
+    return name.removeprefix("hf.")
+
+
 def write_hf_config(hf_config: dict[str, Any], family: Family, dtype: torch.dtype, folder: Path) -> None:
     """Writes config.json of a native model."""
     # The code that auto_map names did not run here, and is not in this folder.

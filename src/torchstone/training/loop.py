@@ -32,7 +32,7 @@ from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
-from torchstone.training.checks import translate_out_of_memory
+from torchstone.training.checks import check_saved_state, translate_out_of_memory
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
@@ -268,6 +268,7 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
 def _save_checkpoint(run: Run, callbacks: Sequence[Callback]) -> None:
     start_time, root, step = time.perf_counter(), run.output_dir / CHECKPOINTS, run.progress.step
     report_phase(f"saving step {step}")
+    check_saved_state(step, run.runner, run.optimizer, run.checkpoint)
     state = run.progress.to_dict() | run.checkpoint_info
     run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, run.ctx)
     mark_best_checkpoint(run)
