@@ -36,7 +36,7 @@ from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.decoder import Fusion
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
-from torchstone.observe.metrics import MetricsFile, read_metrics
+from torchstone.observe.metrics import MetricsFile, format_steps, read_metrics
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.clip import clip_grads_with_norm_, squared_norm
 from torchstone.optim.schedule import lr_at_step, schedule_warnings
@@ -382,6 +382,26 @@ class TestMetrics:
         assert metrics.removed_lines == 3
         assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 0.30000000000000004}]
 
+    def test_a_file_without_a_line_to_keep_is_moved_aside(self, tmp_path: Path) -> None:
+        """The lines of a run that was killed before its first checkpoint are all that is left of it."""
+        path = tmp_path / "metrics.jsonl"
+        for attempt, name in enumerate(("metrics-old.jsonl", "metrics-old-2.jsonl")):
+            path.write_text(f'{{"step": 1, "loss": {attempt}}}\n{{"step": 2, "lo')
+            old = path.read_text()
+            metrics = MetricsFile(path, last_step=0)
+            metrics.write({"step": 1})
+            metrics.close()
+            assert (metrics.moved_to, metrics.removed_lines) == (tmp_path / name, 0)
+            assert (metrics.moved_to.read_text(), read_metrics(path)) == (old, [{"step": 1}])
+
+    def test_steps_without_a_line_are_known(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps({"step": n}) + "\n" for n in (3, 4, 7, 9)))
+        assert MetricsFile(path, last_step=8).missing_steps == [1, 2, 5, 6, 8]
+        assert MetricsFile(path, last_step=7, first_step=3).missing_steps == [5, 6]
+        assert MetricsFile(tmp_path / "none.jsonl", last_step=2).missing_steps == [1, 2]
+        assert format_steps([1, 2, 5, 7, 8, 9]) == "1 to 2, 5, 7 to 9"
+
     def test_a_last_line_without_newline_gets_one(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         path.write_text('{"step": 1}\n{"step": 2}')
@@ -516,6 +536,17 @@ class TestCheckpointing:
         assert resolve_model_folder(str(tmp_path)) == root / "step-00000001"
         with pytest.raises(UsageError, match="does not exist"):
             resolve_model_folder(str(tmp_path / "other"))
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "1"}', "[" * 100_000, "\ud800"], ids=len)
+    def test_a_damaged_best_json_only_warns(
+        self, checkpoint: Path, content: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        root = checkpoint.parent / "run/checkpoints"
+        root.mkdir(parents=True)
+        checkpoint.rename(root / checkpoint.name)
+        (root / "best.json").write_text(content, errors="surrogatepass")
+        assert resolve_model_folder(str(root.parent)) == root / checkpoint.name
+        assert "best.json: damaged" in capsys.readouterr().err
 
 
 class TestSavedState:

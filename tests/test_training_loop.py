@@ -427,6 +427,65 @@ class TestFolder:
 
         train(overrides, SecondRun())
 
+    def test_damaged_informational_files_only_warn_and_are_rewritten(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        validation = {"data__validation_split": 0.2, "training__validate_every_steps": 1}
+        train(settings(training__max_steps=2, checkpoint__save_best=True, **validation))
+        folder = Path(settings()["output_dir"])
+        best = (folder / "checkpoints/best.json").read_text()
+        for name in ("config.json", "checkpoints/best.json"):
+            (folder / name).write_text("{")
+        capsys.readouterr()
+        train(settings(training__max_steps=3, **validation))
+        warnings = capsys.readouterr().err
+        assert f"{folder}/config.json: damaged" in warnings
+        assert f"{folder}/checkpoints/best.json: damaged" in warnings
+        assert json.loads((folder / "config.json").read_text())["training"]["max_steps"] == 3
+        assert (folder / "checkpoints/best.json").read_text() == best
+
+    def test_metrics_are_on_the_disk_before_the_checkpoint_of_their_step(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When the checkpoint's folder is synced, which is before its rename, the file is as long as it is then."""
+        overrides = settings(training__max_steps=4, checkpoint__every_steps=2)
+        metrics, fsync = Path(overrides["output_dir"]) / "metrics.jsonl", os.fsync
+        synced_bytes, when_committed = 0, []
+
+        def record(handle: int) -> None:
+            nonlocal synced_bytes
+            path = Path(f"/proc/self/fd/{handle}").readlink()
+            fsync(handle)
+            if path == metrics:
+                synced_bytes = metrics.stat().st_size
+            elif path.name.endswith(".partial") and path.parent.name == "checkpoints":
+                when_committed.append((synced_bytes, metrics.stat().st_size))
+
+        monkeypatch.setattr(os, "fsync", record)
+        train(overrides)
+        assert all(synced == size > 0 for synced, size in when_committed)
+        assert len(set(when_committed)) == 2, "two checkpoints"
+
+    def test_a_resumed_run_names_the_steps_that_metrics_jsonl_lacks(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        _, _, folder = train(settings(training__max_steps=4))
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text(lines[0] + lines[2])
+        train(settings(training__max_steps=5))
+        assert "metrics.jsonl lacks steps 2, 4, but the run resumes after step 4" in capsys.readouterr().err
+        assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 3, 5]
+
+    def test_a_run_that_starts_again_keeps_the_old_metrics(self, settings: Settings) -> None:
+        overrides = settings(training__max_steps=2, checkpoint__at_end=False)
+        _, lines, folder = train(overrides)
+        train(overrides)
+        assert read_metrics(folder / "metrics-old.jsonl") == lines
+        assert (
+            f"metrics.jsonl of an earlier attempt is now {folder}/metrics-old.jsonl"
+            in (folder / "logs/rank-0.log").read_text()
+        )
+
     def test_a_resumed_run_warns_about_changed_settings(
         self, settings: Settings, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -67,7 +67,9 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not (folder / CHECKPOINTS).is_dir()
 
 
-def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Path:
+def resolve_model_folder(
+    path: str, ctx: ParallelContext = SINGLE_PROCESS, warn: Callable[[str], None] | None = None
+) -> Path:
     """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint."""
     folder = Path(path)
     root = folder / CHECKPOINTS
@@ -79,7 +81,7 @@ def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Pa
         return folder
     checkpoints = dict(manifest.list_checkpoints(root))
     if checkpoints:
-        best = best_step(root)
+        best = best_step(root, warn)
         checkpoint = checkpoints[best if best in checkpoints else max(checkpoints)]
         manifest.verify_checkpoint(checkpoint, ctx)
         return checkpoint

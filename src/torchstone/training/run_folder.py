@@ -82,14 +82,24 @@ def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Itera
 
 
 def save_config(config: Config, is_resumed: bool, console: Console) -> None:
-    """Writes config.json, and warns about settings that changed since the run started."""
-    path = Path(config.output_dir) / "config.json"
-    if is_resumed and path.is_file():
+    """Writes config.json, and warns about settings that changed since the run started.
+
+    The file is only for people and tools, so one that is damaged or cannot be written is no error.
+    """
+    path, new = Path(config.output_dir) / "config.json", to_dict(config)
+    try:
+        old = read_json(path) if is_resumed and path.exists() else new
+    except CheckpointError as error:
+        console.warn(f"{error.message}; it is rewritten, and what changed since the run started is unknown")
+        old = new
+    for line in _differences(old, new):
         # The observe section does not change the run.
-        old, new = ({k: v for k, v in each.items() if k != "observe"} for each in (read_json(path), to_dict(config)))
-        for line in _differences(old, new):
+        if not line.startswith("observe"):
             console.warn(f"changed since {config.output_dir} started: {line}")
-    write_json(path, to_dict(config))
+    try:
+        write_json(path, new)
+    except OSError as error:
+        console.warn(f"{path} could not be written: {error}")
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

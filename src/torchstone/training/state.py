@@ -24,6 +24,11 @@ class Progress:
     best_step: int | None = None
     pending_metrics: dict[str, Any] | None = None
 
+    @property
+    def last_logged_step(self) -> int:
+        """The last step with a line in metrics.jsonl."""
+        return self.step - (self.pending_metrics is not None)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
