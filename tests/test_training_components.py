@@ -44,7 +44,7 @@ from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.parallel.runner import Runner
 from torchstone.training import schedule
 from torchstone.training.checks import check_saved_state
-from torchstone.training.schedule import plan_schedule
+from torchstone.training.schedule import describe_saving, plan_schedule
 from torchstone.training.state import Progress
 from torchstone.training.step import compute_gradients, validation_loss
 
@@ -354,6 +354,44 @@ class TestRunLength:
             for progress in (Progress(step, 3 * step) for step in (0, 4, 9, 10))
         ]
         assert left == counts
+
+    @pytest.mark.parametrize(
+        ("saving", "seconds", "count"),
+        [
+            ({}, 1799, 1),
+            ({}, 4 * 1800 + 1, 5),
+            ({}, 10**6, 10),
+            ({"at_end": False}, 1800, 1),
+            ({"every_minutes": 1}, 150, 3),
+            ({"every_minutes": 1, "every_steps": 5}, 150, 2),
+            ({"every_minutes": 1, "every_steps": 3}, 0, 4),
+            ({"every_minutes": 0}, 10**6, 1),
+            ({"every_steps": 5}, 10**6, 2),
+        ],
+    )
+    def test_the_eta_counts_checkpoints_by_the_clock(self, saving: dict[str, Any], seconds: float, count: int) -> None:
+        """Ten steps, `seconds` from the last checkpoint to the end of the run."""
+        config = Config(training=TrainingConfig(max_steps=10), checkpoint=CheckpointConfig(**saving))
+        plan = plan_schedule(config, fixed_data([10] * 40, 3), Progress())
+        assert plan.count_left(plan.checkpoint, Progress(), seconds) == count
+
+    @pytest.mark.parametrize(
+        ("checkpoint", "words"),
+        [
+            ({}, "saves every 30 minutes and at the end, keeping 2"),
+            ({"every_steps": 100, "keep_last": None}, "saves every 100 steps and at the end, keeping all"),
+            ({"every_minutes": 0}, "saves at the end, keeping 2"),
+            ({"every_minutes": 0, "at_end": False}, "saves only if a signal stops it, keeping 2"),
+            (
+                {"every_epochs": 1, "every_minutes": 7.5, "save_best": True},
+                "saves every epoch, every 7.5 minutes, after every best validation and at the end, keeping 2 and the "
+                "best",
+            ),
+            ({"every_samples": 10**6, "at_end": False}, "saves every 1,000,000 samples, keeping 2"),
+        ],
+    )
+    def test_the_schedule_of_checkpoints_in_words(self, checkpoint: dict[str, Any], words: str) -> None:
+        assert describe_saving(CheckpointConfig(**checkpoint)) == words
 
 
 class TestProgress:

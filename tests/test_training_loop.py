@@ -223,7 +223,7 @@ class TestIntervals:
         overrides = settings(
             data__path=str(chat_file), data__context_length=64, data__validation_path=str(chat_file),
             training__global_batch_size=8, training__max_steps=None, training__max_epochs=2,
-            training__validate_at_end=at_end, checkpoint__at_end=at_end,
+            training__validate_at_end=at_end, checkpoint__at_end=at_end, checkpoint__keep_last=None,
         )  # fmt: skip
         for unit, every in interval.items():
             overrides |= {f"training.validate_every_{unit}": every, f"checkpoint.every_{unit}": every}
@@ -231,6 +231,49 @@ class TestIntervals:
         assert [line["step"] for line in lines if "val_loss" in line] == steps
         assert checkpoint_steps(folder) == steps
         assert result.checkpoint == (folder / f"checkpoints/step-{steps[-1]:08d}" if steps else None)
+
+
+class TestSavingByTheClock:
+    @pytest.mark.parametrize(
+        ("setting", "minutes", "steps"),
+        [
+            ({}, 30.01, [3, 6]),
+            ({}, 29.9, [6]),
+            ({"every_minutes": 2.5}, 2.6, [3, 6]),
+            ({"every_minutes": 0}, 1e6, [6]),
+            ({"every_samples": 20}, 1e6, [5, 6]),
+            ({"every_samples": 20, "every_minutes": 30, "keep_last": 3}, 31, [3, 5, 6]),
+            ({"every_minutes": 1e-9, "keep_last": None}, 0, [1, 2, 3, 4, 5, 6]),
+            ({"every_minutes": 1e-9}, 0, [5, 6]),
+        ],
+        ids=str,
+    )
+    def test_a_run_saves_after_the_step_in_which_it_is_due(
+        self, settings: Settings, setting: dict[str, Any], minutes: float, steps: list[int]
+    ) -> None:
+        """Of six steps of four samples, the third takes `minutes`."""
+        overrides = settings(training__max_steps=6, **{f"checkpoint__{key}": value for key, value in setting.items()})
+        _, _, folder = train(overrides, LetTimePass(3, minutes))
+        assert checkpoint_steps(folder) == steps
+
+    def test_saving_does_not_change_training(self, settings: Settings, tmp_path: Path) -> None:
+        often = settings(checkpoint__every_minutes=1e-9, output_dir=str(tmp_path / "often"))
+        assert [line["loss"] for line in train(often)[1]] == [line["loss"] for line in train(settings())[1]]
+
+    def test_the_start_says_when_the_run_saves(self, settings: Settings) -> None:
+        _, _, folder = train(settings(training__max_steps=1))
+        assert "saves every 30 minutes and at the end, keeping 2\n" in (folder / "logs/rank-0.log").read_text()
+
+
+class LetTimePass(Callback):
+    """As if `minutes` had passed since the last checkpoint, after a step."""
+
+    def __init__(self, step: int, minutes: float) -> None:
+        self.step, self.minutes = step, minutes
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.step:
+            run.saved_at -= 60 * self.minutes
 
 
 class TestValidation:

@@ -41,6 +41,7 @@ from torchstone.training import run_folder
 from torchstone.training.checks import translate_out_of_memory
 from torchstone.training.evaluate import Question, evaluate_file, generate_answers
 from torchstone.training.loop import Callback, Run, TrainResult, train_loop
+from torchstone.training.schedule import describe_saving
 from torchstone.training.setup import (
     build_run,
     check_row_length,
@@ -333,5 +334,6 @@ def _describe_run(run: Run) -> list[str]:
     return [
         f"{'endless' if steps is None else steps} steps{epochs} of {sizes.global_batch_size} samples, "
         f"micro-batches of {micro_batch}, on {run.device}{processes}",
+        describe_saving(run.config.checkpoint),
         *mixture,
     ]

@@ -286,14 +286,17 @@ class CheckpointConfig:
     every_epochs: PositiveFloat | None = None
     """Save every n epochs, such as 0.5."""
 
+    every_minutes: NonNegativeFloat | None = None
+    """Save every n minutes; by default 30 if no other interval is set; 0 turns it off."""
+
     at_end: bool = True
     """Save at the end of the run."""
 
     save_best: bool = False
     """Save after a validation with the best loss so far, and keep that checkpoint."""
 
-    keep_last: PositiveInt | None = None
-    """Checkpoints to keep besides the best one; by default all."""
+    keep_last: PositiveInt | None = 2
+    """Checkpoints to keep besides the best one and the one resumed from; null keeps all."""
 
     resume: str = "auto"
     """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint."""
@@ -369,6 +372,8 @@ NEW_MODEL_KEYS = (
 Purpose = Literal["train", "data"]
 # Rows per device and micro-step if training.batch_size is not set.
 DEFAULT_TEXT_ROWS, DEFAULT_CHAT_ROWS = 8, 4
+# Minutes between two checkpoints if no interval is set.
+DEFAULT_SAVE_MINUTES = 30.0
 PARAMETER_KINDS = ("norm", "bias", "embed", "head", "matrix")
 
 
@@ -402,6 +407,14 @@ def validate(config: Config, purpose: Purpose = "train") -> None:
 
 def resolve_stages_per_rank(parallel: ParallelConfig) -> int:
     return parallel.stages_per_rank or (2 if parallel.schedule == "interleaved" else 1)
+
+
+def resolve_save_minutes(checkpoint: CheckpointConfig) -> float | None:
+    """The minutes between two checkpoints; None if the clock does not decide."""
+    if checkpoint.every_minutes is not None:
+        return checkpoint.every_minutes or None
+    intervals = (checkpoint.every_steps, checkpoint.every_samples, checkpoint.every_epochs)
+    return DEFAULT_SAVE_MINUTES if intervals == (None, None, None) else None
 
 
 def _new_model_rule(key: str) -> Rule:

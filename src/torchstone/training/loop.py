@@ -61,6 +61,8 @@ class Run:
     eta: EtaEstimator = field(default_factory=EtaEstimator)
     # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
     resumed_from: Path | None = field(init=False)
+    # When training began or the last checkpoint was saved, by the monotonic clock.
+    saved_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.resumed_from = self.checkpoint
@@ -85,6 +87,12 @@ class Run:
     def stop(self, reason: str) -> None:
         self.stop_request.stop(reason)
 
+    def request_save_if_due(self) -> None:
+        """By the clock of rank 0; `sync_stop_request` tells the other ranks, so that all save after the same step."""
+        seconds = self.schedule.checkpoint.every_seconds
+        is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
+        self.stop_request.local_save = self.ctx.is_main and is_due
+
     def sync_stop_request(self) -> bool:
         """Makes `stop_request` the same on all ranks, which must call it at the same point; returns whether to stop."""
         return self.stop_request.sync(self.ctx)
@@ -95,11 +103,14 @@ class Run:
         if schedule.total_steps is None:
             return None
         samples = schedule.end(progress)[1] - progress.samples
-        return self.eta.seconds_left(
-            samples * progress.tokens / max(1, progress.samples),
-            schedule.count_left(schedule.validation, progress),
-            schedule.count_left(schedule.checkpoint, progress),
-        )
+        tokens = samples * progress.tokens / max(1, progress.samples)
+        validations = schedule.count_left(schedule.validation, progress)
+        seconds = self.eta.seconds_left(tokens, validations, saves=0)
+        if seconds is None:
+            return None
+        since_save = time.monotonic() - self.saved_at
+        saves = schedule.count_left(schedule.checkpoint, progress, since_save + seconds)
+        return self.eta.seconds_left(tokens, validations, saves)
 
 
 class Callback:
@@ -155,6 +166,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             for callback in callbacks:
                 callback.on_step(run, metrics)
             report_phase(f"waiting for the other ranks after step {step}")
+            run.request_save_if_due()
             run.sync_stop_request()
             run.eta.add_step(time.perf_counter() - start_time, batch.tokens)
             _validate_log_save(run, callbacks, metrics_file, metrics)
@@ -174,6 +186,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
 def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[MetricsFile]:
     metrics_file = _open_metrics(run)
     run.model.train()
+    run.saved_at = time.monotonic()
     run.console.begin(run.schedule.total_steps, run.progress.step)
     for callback in callbacks:
         callback.on_start(run)
@@ -218,7 +231,8 @@ def _validate_log_save(
     metrics_file.write(metrics)
     run.console.step(metrics, run.eta_seconds())
     is_best = run.config.checkpoint.save_best and progress.best_step == progress.step
-    if is_best or schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run)):
+    is_due = schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run))
+    if is_due or is_best or run.stop_request.save:
         _save_checkpoint(run, callbacks, metrics_file)
 
 
@@ -294,6 +308,7 @@ def _save_checkpoint(run: Run, callbacks: Sequence[Callback], metrics_file: Metr
     for callback in callbacks:
         callback.on_checkpoint(run, run.checkpoint)
     run.eta.add_save(time.perf_counter() - start_time)
+    run.saved_at, run.stop_request.local_save, run.stop_request.save = time.monotonic(), False, False
 
 
 def mark_best_checkpoint(run: Run) -> None:
