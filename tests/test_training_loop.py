@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import traceback
@@ -17,13 +18,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import torchstone
-from tiny import write_rows
+from tiny import make_llama, write_rows
 from torchstone import api
-from torchstone.checkpoint.manifest import list_checkpoints
+from torchstone.checkpoint.manifest import commit_folder, list_checkpoints
 from torchstone.config import load_config
 from torchstone.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import DataError, NumericalError, OutOfMemoryError, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run, TrainResult
@@ -362,6 +365,78 @@ class TestCheckpoints:
         train(tuned | {"optim.learning_rate": 0, "training.max_steps": 1})
         weights = [next((f / "checkpoints").glob("step-*")) / "model.safetensors" for f in (folder, tmp_path / "tuned")]
         assert weights[0].read_bytes() == weights[1].read_bytes(), "a learning rate of zero changes nothing"
+
+
+class TestExportedDtype:
+    """Weights train in fp32. An export has the dtype of the model that the run started from."""
+
+    def fine_tune(self, settings: Settings, source: Path, output: Path, steps: int = 1) -> None:
+        overrides = settings(output_dir=str(output), training__max_steps=steps)
+        train({key: value for key, value in overrides.items() if "model." not in key} | {"model.path": str(source)})
+
+    def source(self, folder: Path, tokenizer: Tokenizer, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+        """A Llama in bf16 with `change` applied to its tensors."""
+        make_llama(folder, tokenizer)
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    def test_it_is_the_sources_through_a_chain_of_runs(
+        self, settings: Settings, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        source = self.source(tmp_path / "source", tokenizer, lambda tensors: None)
+        self.fine_tune(settings, source, tmp_path / "first")
+        for steps in (1, 2):
+            self.fine_tune(settings, tmp_path / "first", tmp_path / "second", steps)
+        for name, step in (("first", 1), ("second", 2)):
+            report = api.export(str(tmp_path / name), tmp_path / f"{name}-hf")
+            assert report["dtype"] == "bfloat16"
+            assert report["dtype_reason"] == "as in the model that the run started from"
+            trained = load_file(tmp_path / name / f"checkpoints/step-{step:08d}/model.safetensors")
+            exported = load_file(tmp_path / f"{name}-hf/model.safetensors")
+            assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+            for key, tensor in trained.items():
+                assert torch.equal(exported[key], tensor.bfloat16()), key
+        report = api.export(str(tmp_path / "second"), tmp_path / "wide", "float32")
+        assert (report["dtype"], report["dtype_reason"]) == ("float32", "as requested")
+
+    def test_an_old_checkpoint_does_not_know_its_source(
+        self, settings: Settings, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        source = self.source(tmp_path / "source", tokenizer, lambda tensors: None)
+        self.fine_tune(settings, source, tmp_path / "run")
+        checkpoint = tmp_path / "run/checkpoints/step-00000001"
+        with commit_folder(checkpoint) as folder:
+            shutil.copytree(checkpoint, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+            state = json.loads((folder / "state.json").read_text())
+            assert state.pop("source_dtype") == "bfloat16"
+            (folder / "state.json").write_text(json.dumps(state))
+        self.fine_tune(settings, source, tmp_path / "run", steps=2)
+        report = api.export(str(tmp_path / "run"), tmp_path / "out", verify=False)
+        assert (report["dtype"], report["dtype_reason"]) == ("float32", "as in the source")
+
+    def test_a_new_model_keeps_what_is_stored(self, settings: Settings, tmp_path: Path) -> None:
+        for precision, dtype in (("fp32", "float32"), ("bf16-pure", "bfloat16")):
+            run = tmp_path / precision
+            train(settings(output_dir=str(run), training__max_steps=1, training__precision=precision))
+            report = api.export(str(run), tmp_path / f"{precision}-hf", verify=False)
+            assert (report["dtype"], report["dtype_reason"]) == (dtype, "as in the source")
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("model.norm.weight", "float32"), ("model.layers.0.self_attn.rotary_emb.inv_freq", "bfloat16")],
+    )
+    def test_a_source_of_several_dtypes_is_not_rounded(
+        self, settings: Settings, tokenizer: Tokenizer, tmp_path: Path, name: str, dtype: str
+    ) -> None:
+        """The fp32 frequencies in old files are not parameters."""
+        source = self.source(tmp_path / "source", tokenizer, lambda tensors: tensors.update({name: torch.ones(32)}))
+        report = api.export(str(source), tmp_path / "copy", verify=False)
+        expected = "it holds all of the source's bfloat16, float32" if dtype == "float32" else "as in the source"
+        assert (report["dtype"], report["dtype_reason"]) == (dtype, expected)
+        self.fine_tune(settings, source, tmp_path / "run")
+        assert api.export(str(tmp_path / "run"), tmp_path / "out", verify=False)["dtype"] == dtype
 
 
 class TestCallbacks:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchstone import __version__, heartbeat
+from torchstone.checkpoint.export import source_dtype
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
@@ -83,6 +84,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         "padding_row": model.padding_idx,
         "implementation": model.implementation,
         "model": model.notes,
+        # The dtype of exports; None for a new model.
+        "source_dtype": None if model_folder is None else source_dtype(model_folder),
         # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
         "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
     }
