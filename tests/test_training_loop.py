@@ -138,6 +138,24 @@ class TestModes:
         _, longer, _ = train(overrides | {"training.max_steps": 4})
         assert ([line["step"] for line in longer], longer[:2]) == ([1, 2, 3, 4], lines)
 
+    def test_a_complete_run_writes_nothing(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        validation = {"data__validation_split": 0.2, "checkpoint__save_best": True}
+        overrides = settings(training__max_steps=2, observe__console="lines", **validation)
+        _, _, folder = train(overrides)
+
+        def entries() -> dict[Path, tuple[int, int]]:
+            stats = {path: path.lstat() for path in (folder, *folder.rglob("*"))}
+            return {path: (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+        before = entries()
+        assert train(overrides | {"optim.learning_rate": 0.5})[0].step == 2
+        assert entries() == before
+        assert "optim.learning_rate 0.001 is now 0.5" in capsys.readouterr().err
+        train(overrides | {"training.max_steps": 3})
+        log = (folder / "logs/rank-0.log").read_text()
+        assert log.count("| started ") == 2, "with the line from before the log was opened"
+        assert log.count("resuming from") == 1
+
 
 class TestLearning:
     def test_one_sample_overfits(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:

@@ -89,13 +89,16 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         console = stack.enter_context(run_folder.open_console(config, ctx))
         with translate_out_of_memory("the model", device):
             run = build_run(config, console, device, ctx)
-        if ctx.is_main:
-            run_folder.save_config(config, run.progress.step > 0, console)
+        if ctx.is_main and run.progress.step > 0:
+            run_folder.warn_about_changes(config, console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             console.info(
                 f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.schedule.total_steps}"
             )
             return TrainResult(run.progress.step, run.checkpoint, None, None, None)
+        console.open_log()
+        if ctx.is_main:
+            run_folder.save_config(config, console)
         for line in _describe_run(run):
             console.info(line)
         return train_loop(run, callbacks)

@@ -299,7 +299,8 @@ def _save_checkpoint(run: Run, callbacks: Sequence[Callback], metrics_file: Metr
     # A checkpoint on the disk must not be ahead of the metrics there.
     metrics_file.sync()
     check_saved_state(step, run.runner, run.optimizer, run.checkpoint)
-    state = run.progress.to_dict() | run.checkpoint_info
+    is_complete = run.schedule.is_done(run.progress) and run.progress.pending_metrics is None
+    state = run.progress.to_dict() | run.checkpoint_info | {"is_complete": is_complete}
     run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, run.ctx)
     mark_best_checkpoint(run)
     keep_last, protected = run.config.checkpoint.keep_last, (run.checkpoint, run.resumed_from)
