@@ -75,10 +75,11 @@ def train_and_die_before_marking(overrides: dict[str, Any], step: int) -> None:
 
 
 def chat_run(settings: Settings, chat_file: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    """30 conversations in steps of 7: the first epoch ends within step 5. A checkpoint every second step."""
+    """30 conversations in steps of 7: the first epoch ends within step 5. A checkpoint every second step, all kept."""
     base = {
         "data__path": str(chat_file), "data__context_length": 64, "training__max_steps": STEPS,
-        "training__global_batch_size": 7, "checkpoint__every_steps": 2, "output_dir": str(output),
+        "training__global_batch_size": 7, "checkpoint__every_steps": 2, "checkpoint__keep_last": None,
+        "output_dir": str(output),
     }  # fmt: skip
     return settings(**(base | changes))
 
@@ -305,7 +306,9 @@ class TestWhichCheckpoint:
         overrides = chat_run(settings, chat_file, other, checkpoint__resume=str(run / "checkpoints/step-00000002"))
         api.train(load_config(overrides=overrides), callbacks=[StopAt(5)])
         api.train(load_config(overrides=overrides))
-        assert "has checkpoints of its own: resuming from them" in capsys.readouterr().err
+        warnings = capsys.readouterr().err
+        assert "has checkpoints of its own: resuming from them" in warnings
+        assert "metrics.jsonl lacks" not in warnings, "its metrics begin after step 2"
         assert exact_metrics(other) == exact_metrics(run)[2:]
         assert saved_tensors(other, STEPS)["model.safetensors"] == saved_tensors(run, STEPS)["model.safetensors"]
 

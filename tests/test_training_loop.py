@@ -323,7 +323,8 @@ class TestValidation:
     def test_save_best_saves_every_improvement_and_nothing_else(self, settings: Settings) -> None:
         overrides = settings(
             data__validation_split=0.2, training__validate_every_steps=1, training__max_steps=8,
-            checkpoint__save_best=True, checkpoint__at_end=False, optim__learning_rate=0.3, optim__schedule="constant",
+            checkpoint__save_best=True, checkpoint__at_end=False, checkpoint__keep_last=None,
+            optim__learning_rate=0.3, optim__schedule="constant",
         )  # fmt: skip
         result, lines, folder = train(overrides)
         losses = [line["val_loss"] for line in lines]
