@@ -22,6 +22,7 @@ from torchstone import api
 from torchstone.checkpoint import manifest
 from torchstone.config import load_config
 from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
+from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
@@ -209,6 +210,44 @@ def test_killed_before_the_best_checkpoint_is_marked(settings: Settings, chat_fi
     assert processes.run(processes.train, overrides | worse) == 0
     assert manifest.read_json(root / "best.json")["step"] == 4
     assert (root / "step-00000004").is_dir()
+
+
+class TestPatience:
+    """A learning rate that is far too high: the validation loss rises from some step on."""
+
+    CHANGES: dict[str, Any] = VALIDATION | {
+        "training__max_steps": 14, "training__validate_every_steps": 1, "checkpoint__every_steps": 2,
+        "checkpoint__save_best": False, "optim__learning_rate": 1.0, "optim__schedule": "constant",
+        "optim__warmup_steps": 10,
+    }  # fmt: skip
+
+    def test_a_run_stops_after_n_validations_without_improvement_also_when_it_is_resumed(
+        self, settings: Settings, chat_file: Path, tmp_path: Path
+    ) -> None:
+        changes = self.CHANGES | {"data__validation_path": str(chat_file)}
+        whole, run = tmp_path / "whole", tmp_path / "run"
+        api.train(load_config(overrides=chat_run(settings, chat_file, whole, **changes)))
+        lines = exact_metrics(whole)
+        losses = [line["val_loss"] for line in lines]
+        is_stale = [loss >= min(losses[:n], default=float("inf")) for n, loss in enumerate(losses)]
+        last = next(step for step in range(3, 14) if all(is_stale[step - 3 : step]))
+        best = min(losses[:last])
+        assert last < 13, "this test needs a run that gets worse"
+
+        overrides = chat_run(settings, chat_file, run, training__patience=3, **changes)
+        for step in (last - 2, last - 1):
+            assert api.train(load_config(overrides=overrides), callbacks=[StopAt(step)]).stopped == "test"
+        result = api.train(load_config(overrides=overrides))
+        assert (result.step, result.checkpoint) == (last, run / f"checkpoints/step-{last:08d}")
+        assert f"in 3 validations (training.patience 3): the best is {best:.4f}, after step" in str(result.stopped)
+        assert exact_metrics(run) == lines[:last]
+        assert read_metrics(run / "metrics.jsonl")[-1]["stopped"] == result.stopped
+        assert f"stopping early: {result.stopped}" in (run / "logs/rank-0.log").read_text()
+
+        again = api.train(load_config(overrides=overrides))
+        assert (again.step, again.stopped) == (last, result.stopped), "the same command does not train on"
+        assert api.train(load_config(overrides=overrides | {"training.patience": None})).stopped is None
+        assert_same_run(whole, run, 14)
 
 
 class TestAnotherBatchSize:

@@ -397,6 +397,8 @@ class TestRunLength:
 class TestProgress:
     def test_it_survives_json(self) -> None:
         progress = Progress(3, 12, 384, 372, 1.5, 2, {"step": 3, "loss": 0.1 + 0.2})
+        progress.count_validation(1.5)
+        assert progress.stale_validations == 1
         assert Progress.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress
 
     @pytest.mark.parametrize("metrics", [None, {"step": 3, "samples": 4, "loss": 1.25}])

@@ -92,10 +92,10 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         if ctx.is_main and run.progress.step > 0:
             run_folder.warn_about_changes(config, console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
-            console.info(
-                f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.schedule.total_steps}"
-            )
-            return TrainResult(run.progress.step, run.checkpoint, None, None, None)
+            step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
+            reason = f"; {stopped}" if stopped else ""
+            console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}{reason}")
+            return TrainResult(step, run.checkpoint, None, None, stopped)
         console.open_log()
         if ctx.is_main:
             run_folder.save_config(config, console)

@@ -207,6 +207,9 @@ class TrainingConfig:
     validate_at_end: bool = True
     """Validate at the end of the run, if there is validation data."""
 
+    patience: PositiveInt | None = None
+    """Early stopping: end the run when n validations in a row have not improved on the best validation loss."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -440,6 +443,10 @@ def _validation_rule(section: str, name: str) -> Rule:
     )
 
 
+def _validates_often(training: TrainingConfig) -> bool:
+    return any((training.validate_every_steps, training.validate_every_epochs, training.validate_every_samples))
+
+
 def _mode_rules(mode: str) -> list[Rule]:
     key = f"training.max_{mode}s"
     return [
@@ -508,6 +515,13 @@ RULES = [
     ),
     *(_validation_rule("training", f"validate_every_{unit}") for unit in ("steps", "epochs", "samples")),
     _validation_rule("checkpoint", "save_best"),
+    _validation_rule("training", "patience"),
+    Rule(
+        "training.patience",
+        lambda c: c.training.patience is not None and not _validates_often(c.training),
+        "training.patience counts validations, but the only one is at the end of the run",
+        "add --training.validate_every_steps N, or validate_every_epochs or validate_every_samples",
+    ),
     Rule(
         "data.validation_split",
         lambda c: c.data.validation_split == 1,

@@ -84,6 +84,10 @@ class Run:
     def epoch(self) -> float:
         return self.progress.samples / len(self.data.train)
 
+    @property
+    def early_stop_reason(self) -> str | None:
+        return self.schedule.early_stop_reason(self.progress)
+
     def stop(self, reason: str) -> None:
         self.stop_request.stop(reason)
 
@@ -129,7 +133,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: its last step, checkpoint and losses, and why a callback stopped it."""
+    """How a run ended: its last step, checkpoint and losses, and why a callback or training.patience stopped it."""
 
     step: int
     checkpoint: Path | None
@@ -177,9 +181,8 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             _save_and_raise(run, callbacks, metrics_file)
     for callback in callbacks:
         callback.on_end(run)
-    return TrainResult(
-        progress.step, run.checkpoint, metrics.get("loss"), metrics.get("val_loss"), run.stop_request.reason
-    )
+    stopped = run.stop_request.reason or run.early_stop_reason
+    return TrainResult(progress.step, run.checkpoint, metrics.get("loss"), metrics.get("val_loss"), stopped)
 
 
 @contextmanager
@@ -228,8 +231,12 @@ def _validate_log_save(
         except ValidationInterruptedError:
             progress.pending_metrics = metrics
             return
+    if run.early_stop_reason is not None:
+        metrics["stopped"] = run.early_stop_reason
     metrics_file.write(metrics)
     run.console.step(metrics, run.eta_seconds())
+    if run.early_stop_reason is not None:
+        run.console.info(f"stopping early: {run.early_stop_reason}")
     is_best = run.config.checkpoint.save_best and progress.best_step == progress.step
     is_due = schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run))
     if is_due or is_best or run.stop_request.save:
@@ -285,8 +292,7 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
             f"the validation loss after step {run.progress.step} is {loss}",
             "resume from an earlier checkpoint with a lower --optim.learning_rate",
         )
-    if run.progress.best_loss is None or loss < run.progress.best_loss:
-        run.progress.best_loss, run.progress.best_step = loss, run.progress.step
+    run.progress.count_validation(loss)
     for callback in callbacks:
         callback.on_validation(run, loss)
     run.eta.add_validation(time.perf_counter() - start_time)

@@ -44,8 +44,22 @@ class TrainingSchedule:
     batch_size: int
     validation: Interval = Interval()
     checkpoint: Interval = Interval()
+    # Validations without an improvement that end the run.
+    patience: int | None = None
 
     def is_done(self, progress: Progress) -> bool:
+        return self._is_at_end(progress) or self.early_stop_reason(progress) is not None
+
+    def early_stop_reason(self, progress: Progress) -> str | None:
+        """Why the run ends before its last step, from counters that are the same on all ranks and in a resumed run."""
+        if self.patience is None or progress.stale_validations < self.patience or self._is_at_end(progress):
+            return None
+        return (
+            f"the validation loss has not improved in {progress.stale_validations} validations (training.patience "
+            f"{self.patience}): the best is {progress.best_loss:.4f}, after step {progress.best_step}"
+        )
+
+    def _is_at_end(self, progress: Progress) -> bool:
         return self.total_steps is not None and progress.step >= self.total_steps
 
     def is_due(self, interval: Interval, progress: Progress, step_samples: int, is_final_step: bool) -> bool:
@@ -84,7 +98,8 @@ def plan_schedule(config: Config, data: RunData, progress: Progress) -> Training
     every = _in_samples(checkpoint.every_samples, checkpoint.every_epochs, data)
     minutes = resolve_save_minutes(checkpoint)
     saving = Interval(checkpoint.every_steps, every, checkpoint.at_end, None if minutes is None else 60 * minutes)
-    return TrainingSchedule(steps, samples, data.batch_sizes.global_batch_size, validation, saving)
+    batch_size = data.batch_sizes.global_batch_size
+    return TrainingSchedule(steps, samples, batch_size, validation, saving, training.patience)
 
 
 def describe_saving(checkpoint: CheckpointConfig) -> str:
