@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -103,8 +104,8 @@ def temporary_path(final: Path, state: str) -> Path:
 
 def free_path(path: Path) -> Path:
     """`path`, or with a number behind its stem if something of that name exists."""
-    names = (path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, 10_000)))
-    return next(name for name in names if not os.path.lexists(name))
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    return next(name for name in chain([path], numbered) if not os.path.lexists(name))
 
 
 def clean_up(root: Path, pattern: str) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -26,9 +26,10 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int, is_writer: bool = True, first_step: int = 1) -> None:
         """Opens `path` to continue after `last_step`. Only one rank of a run is the writer."""
-        self.removed_lines, self.moved_to = 0, None
+        self.removed_lines = 0
+        self.moved_to: Path | None = None
         self.missing_steps: list[int] = []
-        self._file = None
+        self._file: TextIO | None = None
         if not is_writer:
             return
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
