@@ -288,6 +288,8 @@ class TestWrongValues:
             ("training.mode", "token", "add --training.max_tokens N"),
             ("training.validate_every_steps", 5, "there is no validation data"),
             ("checkpoint.save_best", True, "there is no validation data"),
+            ("training.patience", 3, "there is no validation data"),
+            ("checkpoint.every_minutes", -1, "must be at least 0"),
             ("optim.decay_steps", 5, "is for schedule wsd, not cosine"),
         ],
     )
@@ -309,6 +311,12 @@ class TestWrongValues:
 
     def test_an_infinite_run_needs_a_constant_schedule(self) -> None:
         assert "use --optim.schedule constant" in error_text(training__mode="infinite")
+
+    def test_patience_needs_more_than_one_validation(self) -> None:
+        text = error_text(training__patience=2, data__validation_split=0.1)
+        assert "the only one is at the end of the run" in text
+        values = MINIMAL | {"training.patience": 2, "data.validation_split": 0.1, "training.validate_every_epochs": 0.5}
+        assert load_config(overrides=values).training.patience == 2
 
     def test_none_is_an_empty_list(self) -> None:
         assert load_config(overrides=MINIMAL | {"optim.no_decay": "none"}).optim.no_decay == ()

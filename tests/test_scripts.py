@@ -244,6 +244,13 @@ class TestPreviousRun:
         assert code == 0
         assert (warning in err) if warning else ("warning" not in err), err
 
+    def test_mid_train_starts_from_a_run_with_a_damaged_config(self, script: RunScript) -> None:
+        make_run("base-d4", 100, 8)
+        Path("runs/base-d4/config.json").write_text("{")
+        code, _, err = script("mid_train", "--print-config")
+        assert code == 0
+        assert "warning: runs/base-d4/config.json" in err
+
 
 class TestHelp:
     @pytest.mark.parametrize("name", SCRIPTS)

@@ -50,6 +50,7 @@ from torchstone.training.checks import translate_out_of_memory
 from torchstone.training.evaluate import Question, evaluate_file, generate_answers
 from torchstone.training.hub_commits import check_same_commits, pin_hub_names
 from torchstone.training.loop import Callback, Run, TrainResult, train_loop
+from torchstone.training.schedule import describe_saving
 from torchstone.training.setup import (
     build_run,
     check_row_length,
@@ -101,13 +102,16 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         console = stack.enter_context(run_folder.open_console(config, ctx))
         with translate_out_of_memory("the model", device):
             run = build_run(config, console, device, ctx)
-        if ctx.is_main:
-            run_folder.save_config(config, run.progress.step > 0, console)
+        if ctx.is_main and run.progress.step > 0:
+            run_folder.warn_about_changes(config, console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
-            console.info(
-                f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.schedule.total_steps}"
-            )
-            return TrainResult(run.progress.step, run.checkpoint, None, None, None)
+            step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
+            reason = f"; {stopped}" if stopped else ""
+            console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}{reason}")
+            return TrainResult(step, run.checkpoint, None, None, stopped)
+        console.open_log()
+        if ctx.is_main:
+            run_folder.save_config(config, console)
         for line in _describe_run(run):
             console.info(line)
         return train_loop(run, callbacks)
@@ -371,5 +375,6 @@ def _describe_run(run: Run) -> list[str]:
         f"{len(run.data.train)} samples to train on, {validation}; "
         f"learning rate {optim.learning_rate:g} ({optim.schedule}, {warmup_steps} steps of warm-up), "
         f"weight decay {optim.weight_decay:g}",
+        describe_saving(run.config.checkpoint),
         *mixture,
     ]

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -99,6 +100,12 @@ def is_locked(path: Path) -> bool:
 def temporary_path(final: Path, state: str) -> Path:
     """The hidden name of `final` while it is `partial`, `replaced` or `removed`."""
     return final.with_name(f".{final.name}.{state}")
+
+
+def free_path(path: Path) -> Path:
+    """`path`, or with a number behind its stem if something of that name exists."""
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    return next(name for name in chain([path], numbered) if not os.path.lexists(name))
 
 
 def clean_up(root: Path, pattern: str) -> None:

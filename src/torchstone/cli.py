@@ -417,7 +417,7 @@ class Commands:
         Args:
             source: A run (its best checkpoint, else its newest), a checkpoint, a Hugging Face folder, or a hub name.
             target: The new folder.
-            dtype: float32, bfloat16 or float16; auto keeps the source's.
+            dtype: float32, bfloat16 or float16; auto keeps that of the model that a run started from.
             verify: Load the folder in Transformers and compare weights and logits.
             trust_remote_code: Run code from the model's folder.
             as_json: Print the result as JSON.

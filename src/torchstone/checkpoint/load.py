@@ -43,13 +43,21 @@ def find_resume_checkpoint(
         if not checkpoints or path.resolve().parent == root.resolve():
             return _named_checkpoint(path, checkpoints, ctx)
         warn(f"{output_dir} has checkpoints of its own: resuming from them, not from {resume}")
+    damaged: list[Path] = []
     for _, folder in reversed(checkpoints):
         try:
             manifest.verify_checkpoint(folder, ctx)
-            return folder
+        except manifest.UnlistedFilesError:
+            # An older checkpoint would lose steps, and someone has to look at these files anyway.
+            raise
         except CheckpointError as error:
             warn(f"{error.message}; trying the previous checkpoint")
+            damaged.append(folder)
+        else:
+            _set_aside(damaged, warn, ctx)
+            return folder
     if checkpoints:
+        # They keep their names, so that the next start is refused as well.
         raise CheckpointError(f"no checkpoint in {root} is complete", "choose another --output-dir to start again")
     return None
 
@@ -60,7 +68,11 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def resolve_model_folder(
-    path: str, ctx: ParallelContext = SINGLE_PROCESS, weights: bool = True, trust_remote_code: bool = False
+    path: str,
+    ctx: ParallelContext = SINGLE_PROCESS,
+    warn: Callable[[str], None] | None = None,
+    weights: bool = True,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint.
 
@@ -77,7 +89,7 @@ def resolve_model_folder(
         return folder
     checkpoints = dict(manifest.list_checkpoints(root))
     if checkpoints:
-        best = best_step(root)
+        best = best_step(root, warn)
         checkpoint = checkpoints[best if best in checkpoints else max(checkpoints)]
         manifest.verify_checkpoint(checkpoint, ctx)
         return checkpoint
@@ -138,6 +150,19 @@ def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Call
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def _set_aside(damaged: list[Path], warn: Callable[[str], None], ctx: ParallelContext) -> None:
+    """Rank 0 renames the checkpoints that resuming passes over: they would count as the newest ones of the run."""
+    lines, error = [], None
+    if ctx.is_main:
+        try:
+            lines = [f"{folder.name} is damaged: renamed to {manifest.set_aside(folder)}" for folder in damaged]
+        except OSError as failure:
+            error = CheckpointError(f"a damaged checkpoint could not be renamed: {failure}")
+    ctx.raise_on_all_ranks(error)
+    for line in lines:
+        warn(line)
 
 
 def _named_checkpoint(path: Path, checkpoints: list[tuple[int, Path]], ctx: ParallelContext) -> Path:

@@ -208,6 +208,9 @@ class TrainingConfig:
     validate_at_end: bool = True
     """Validate at the end of the run, if there is validation data."""
 
+    patience: PositiveInt | None = None
+    """Early stopping: end the run when n validations in a row have not improved on the best validation loss."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -290,14 +293,17 @@ class CheckpointConfig:
     every_epochs: PositiveFloat | None = None
     """Save every n epochs, such as 0.5."""
 
+    every_minutes: NonNegativeFloat | None = None
+    """Save every n minutes; by default 30 if no other interval is set; 0 turns it off."""
+
     at_end: bool = True
     """Save at the end of the run."""
 
     save_best: bool = False
     """Save after a validation with the best loss so far, and keep that checkpoint."""
 
-    keep_last: PositiveInt | None = None
-    """Checkpoints to keep besides the best one; by default all."""
+    keep_last: PositiveInt | None = 2
+    """Checkpoints to keep besides the best one and the one resumed from; null keeps all."""
 
     resume: str = "auto"
     """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint."""
@@ -382,6 +388,8 @@ PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "traini
 Purpose = Literal["train", "data"]
 # Rows per device and micro-step if training.batch_size is not set.
 DEFAULT_TEXT_ROWS, DEFAULT_CHAT_ROWS = 8, 4
+# Minutes between two checkpoints if no interval is set.
+DEFAULT_SAVE_MINUTES = 30.0
 PARAMETER_KINDS = ("norm", "bias", "embed", "head", "matrix")
 
 
@@ -417,6 +425,14 @@ def resolve_stages_per_rank(parallel: ParallelConfig) -> int:
     return parallel.stages_per_rank or (2 if parallel.schedule == "interleaved" else 1)
 
 
+def resolve_save_minutes(checkpoint: CheckpointConfig) -> float | None:
+    """The minutes between two checkpoints; None if the clock does not decide."""
+    if checkpoint.every_minutes is not None:
+        return checkpoint.every_minutes or None
+    intervals = (checkpoint.every_steps, checkpoint.every_samples, checkpoint.every_epochs)
+    return DEFAULT_SAVE_MINUTES if intervals == (None, None, None) else None
+
+
 def _new_model_rule(key: str) -> Rule:
     name = key.removeprefix("model.")
     return Rule(
@@ -438,6 +454,10 @@ def _validation_rule(section: str, name: str) -> Rule:
         f"{section}.{name} is set, but there is no validation data",
         "add --data.validation_path FILE.jsonl or --data.validation_split 0.05",
     )
+
+
+def _validates_often(training: TrainingConfig) -> bool:
+    return any((training.validate_every_steps, training.validate_every_epochs, training.validate_every_samples))
 
 
 def _mode_rules(mode: str) -> list[Rule]:
@@ -508,6 +528,13 @@ RULES = [
     ),
     *(_validation_rule("training", f"validate_every_{unit}") for unit in ("steps", "epochs", "samples")),
     _validation_rule("checkpoint", "save_best"),
+    _validation_rule("training", "patience"),
+    Rule(
+        "training.patience",
+        lambda c: c.training.patience is not None and not _validates_often(c.training),
+        "training.patience counts validations, but the only one is at the end of the run",
+        "add --training.validate_every_steps N, or validate_every_epochs or validate_every_samples",
+    ),
     Rule(
         "data.validation_split",
         lambda c: c.data.validation_split == 1,

@@ -66,7 +66,8 @@ def add_prefix(text: str, level: Level, label: int | None) -> str:
 class Console:
     """Prints to `terminal` (by default stderr) in a style: `bar`, `lines`, `quiet` (warnings only) or `none`.
 
-    `label` is the number in the prefix of lines. `log`, an open file, gets every line, whatever the style.
+    `label` is the number in the prefix of lines. `log`, an open file, gets every line, whatever the style. With
+    `log_opener` lines are kept in memory until `open_log` opens the log.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Console:
         label: int | None = None,
         terminal: TextIO | None = None,
         log: TextIO | None = None,
+        log_opener: Callable[[], TextIO] | None = None,
     ) -> None:
         self._terminal, self._log_file = terminal, log
+        self._log_opener, self._kept_lines = log_opener, list[str]()
         self.style = ("bar" if _is_terminal(self.terminal) else "lines") if style == "auto" else style
         self.log_every, self.label = log_every, label
         self._bar: Progress | None = None
@@ -102,6 +105,8 @@ class Console:
 
     def log(self, text: str, level: Level = "INFO") -> None:
         """Writes to the log file only."""
+        if self._log_opener is not None:
+            self._kept_lines.append(add_prefix(text, level, self.label))
         if self._log_file is None:
             return
         try:
@@ -113,6 +118,13 @@ class Console:
                 file.close()
             name = getattr(file, "name", "the log file")
             self.warn(f"cannot write to {name} ({error}); training continues without it")
+
+    def open_log(self) -> None:
+        """Opens the log and writes the lines that were kept in memory. Does nothing if it is open."""
+        if self._log_opener is not None:
+            self._log_file, self._log_opener = self._log_opener(), None
+            _write(self._log_file, "".join(self._kept_lines))
+            self._kept_lines.clear()
 
     def begin(self, total: int | None, done: int) -> None:
         self._total = total

@@ -124,13 +124,17 @@ class ParallelContext:
         return values
 
     def all_reduce_max(self, value: int) -> int:
+        return self.all_reduce_max_each([value])[0]
+
+    def all_reduce_max_each(self, values: list[int]) -> list[int]:
+        """The largest of every value over all ranks, in one all-reduce."""
         if self.mesh is None:
-            return value
+            return values
         # On the CPU, so that no rank waits for its device.
-        tensor = torch.tensor([value])
+        tensor = torch.tensor(values)
         with heartbeat.waiting_for_ranks():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor.item())
+        return [int(value) for value in tensor.tolist()]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value in rank order. Values are pickled, so keep them small."""

@@ -101,11 +101,15 @@ def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Config
 def check_rows_per_device(config: Config) -> str | None:
     """A warning if a device gets more rows than in pretraining: only that number is known to fit."""
     path = Path(str(config.model.path)) / "config.json"
-    training = read_config_file(path).values.get("training") if path.is_file() else None
+    try:
+        training = read_config_file(path).values.get("training") if path.is_file() else None
+    except UsageError as error:
+        return f"{error.message}: how many rows fit in memory is unknown"
     if not isinstance(training, dict):
         # A model that is not a run does not say how it was trained.
         return None
-    rows, previous = config.training.batch_size, training.get("batch_size") or DEFAULT_TEXT_ROWS
+    rows, previous = config.training.batch_size, training.get("batch_size")
+    previous = previous if isinstance(previous, int) else DEFAULT_TEXT_ROWS
     if (rows or DEFAULT_TEXT_ROWS) <= previous:
         return None
     source = f"--device-batch-size {rows}" if rows else f"the default of {DEFAULT_TEXT_ROWS} rows per device"

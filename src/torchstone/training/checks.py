@@ -1,44 +1,75 @@
-"""Errors that end a run: a loss or gradient that is not finite, and out of memory."""
+"""Errors that end a run: a loss, gradient, weight or moment that is not finite, and out of memory."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from torchstone.checkpoint.save import hf_name
 from torchstone.errors import NumericalError, OutOfMemoryError
+from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
+
+ALL_FINITE = "all gradients are finite"
+WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"
 
 
 def check_finite(step: int, loss: float, grad_norm: float, runner: Runner) -> None:
     """Raises if loss or norm is not finite. Both are the same on all ranks, so all ranks raise, or none."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
-    own_names = [
-        name
-        for name, parameter in runner.model.named_parameters()
-        if parameter.grad is not None and not _is_finite(parameter.grad)
-    ]
-    names = list(dict.fromkeys(name for rank in runner.ctx.all_gather_object(own_names) for name in rank))
-    gradients = "all gradients are finite"
-    if names:
-        gradients = f"{len(names)} gradients are not finite, such as {', '.join(names[:3])}"
+    gradients = [(name, p.grad, "") for name, p in runner.model.named_parameters() if p.grad is not None]
+    names = _non_finite_names(runner, gradients)
+    summary = f"{len(names)} gradients are not finite, such as {', '.join(names[:3])}" if names else ALL_FINITE
     raise NumericalError(
         f"step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}; stopped before the weights were updated",
-        f"{gradients}; try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32",
+        f"{summary}; {WHAT_TO_TRY}",
     )
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(local.isfinite().all())
+def check_saved_state(step: int, runner: Runner, optimizer: torch.optim.Optimizer, previous: Path | None) -> None:
+    """Raises on all ranks if a parameter or moment of any rank is not finite: the last update may have overflowed.
+
+    Reads the state once: 2 to 6 % of the time of a save on a CPU (110M parameters, one thread).
+    """
+    tensors = [(name, parameter.detach(), "") for name, parameter in runner.model.named_parameters()]
+    for name, parameter in runner.model.named_parameters():
+        moments = optimizer.state.get(parameter, {}).items()
+        tensors += [(name, moment, f" ({key})") for key, moment in moments if key != "step"]
+    names = _non_finite_names(runner, tensors)
+    if names:
+        resume = f"{previous} is kept: resume from it" if previous else "no checkpoint was saved before: start again"
+        raise NumericalError(
+            f"step {step} made {len(names)} weights or moments infinite or NaN, such as {', '.join(names[:3])}; "
+            "they are not saved",
+            f"{resume}, and {WHAT_TO_TRY}",
+        )
+
+
+def _non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]) -> list[str]:
+    """The Hugging Face names of tensors that are not finite on some rank. All ranks must call it.
+
+    `tensors` are this rank's: the name of the parameter that a tensor is shaped and sharded like, the tensor, and what
+    to write behind its name.
+    """
+    model, flags, names = runner.model, list[Tensor](), list[str]()
+    for name, tensor, label in tensors:
+        for shard in local_shards(model.decoder_config, name, tensor):
+            if shard.tensor.numel():
+                # NaN propagates. isfinite would need memory for temporary tensors, and 30 times as long on a CPU.
+                flags.append(torch.stack(shard.tensor.aminmax()).isfinite().all())
+                names.append(f"{hf_name(model, shard.name)}{label}")
+    # One transfer from the device.
+    is_finite = torch.stack(flags).tolist() if flags else []
+    own = [name for name, finite in zip(names, is_finite, strict=True) if not finite]
+    return list(dict.fromkeys(name for rank in runner.ctx.all_gather_object(own) for name in rank))
 
 
 def check_memory(needed: int, parameters: int, device: torch.device) -> None:

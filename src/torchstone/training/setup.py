@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchstone import __version__, heartbeat, hub
+from torchstone.checkpoint.export import source_dtype
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
@@ -59,7 +60,9 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     torch.manual_seed(seed)
     heartbeat.report_phase("looking for a checkpoint")
     checkpoint = find_resume_checkpoint(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
-    model_folder = checkpoint or (resolve_model_folder(config.model.path, ctx) if config.model.path else None)
+    model_folder = checkpoint
+    if checkpoint is None and config.model.path:
+        model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
     execution = _execution(config, ctx)
     tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx)
     heartbeat.report_phase("opening the data")
@@ -85,6 +88,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     schedule = plan_schedule(config, data, progress)
     for warning in [*schedule_warnings(schedule.total_steps, config.optim), *_batch_size_warnings(data)]:
         console.warn(warning)
+    own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
+    is_own_checkpoint = checkpoint is not None and checkpoint.resolve().parent == own_root
     checkpoint_info = {
         "identity": identity,
         "version": __version__,
@@ -94,6 +99,10 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         "implementation": model.implementation,
         "model": model.notes,
         "hub": hub_names(config),
+        # The dtype of exports; None for a new model.
+        "source_dtype": None if model_folder is None else source_dtype(model_folder),
+        # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
+        "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
     }
     runner = build_runner(model, builder, data.packed)
     run = Run(

@@ -36,6 +36,9 @@ class StopRequest:
         self.local_reason: str | None = None
         self.signal: signal.Signals | None = None
         self.reason: str | None = None
+        # Not a stop: rank 0 asks for a checkpoint after this step, and `sync` tells the other ranks.
+        self.local_save = False
+        self.save = False
 
     def stop(self, reason: str) -> None:
         """Requests a stop for a reason other than a signal; the first reason is kept."""
@@ -43,7 +46,10 @@ class StopRequest:
 
     def sync(self, ctx: ParallelContext) -> bool:
         """Returns whether to stop, the same on all ranks. All must call it at the same point. Costs an all-reduce."""
-        code = ctx.all_reduce_max(2 * int(self.local_signal or 0) + (self.local_reason is not None))
+        code, save = ctx.all_reduce_max_each(
+            [2 * int(self.local_signal or 0) + (self.local_reason is not None), int(self.local_save)]
+        )
+        self.save = self.save or save > 0
         if code >= 2:
             self.signal = self.signal or signal.Signals(code // 2)
         if code % 2:
