@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
@@ -39,6 +40,7 @@ from torchstone.launch.kubernetes import KubernetesJob
 from torchstone.launch.local import run_preparation, run_workers
 from torchstone.launch.plan import LaunchOptions, LaunchPlan, plan_launch
 from torchstone.launch.slurm import SlurmJob
+from torchstone.terminal import escape_controls, escape_message, is_terminal
 from torchstone.training.stop import handle_stop_signals
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
@@ -55,6 +57,7 @@ Resolver = Callable[[ConfigLayers, Purpose], Config]
 
 def program() -> None:
     """The `torchstone` process."""
+    sys.excepthook = _print_crash
     main(ignore_late_signals=True)
 
 
@@ -249,7 +252,7 @@ class Commands:
         report = api.inspect_data_with_config(resolved, rows, tokens)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
-            sys.stderr.write(f"wrote {html}\n")
+            heartbeat.print_line(f"wrote {html}")
         if as_json:
             _print_json(report)
         elif html is None:
@@ -350,8 +353,7 @@ class Commands:
 
         result = api.doctor(device, limit, quiet=as_json)
         if os.environ.get("RANK", "0") == "0":
-            sys.stdout.write(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
-            sys.stdout.flush()
+            _write_text(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
         if result["json"]["errors"]:
             raise NumericalError("\n".join(result["json"]["errors"]))
 
@@ -389,7 +391,7 @@ class Commands:
             for example in examples[:4]:
                 is_right = example["answer"].strip() == example["wanted"].strip()
                 verdict = "right" if is_right else f"expected {example['wanted']!r}"
-                sys.stdout.write(f"  {example['question']}  ->  {example['answer']}  ({verdict})\n")
+                _print_line(f"  {example['question']}  ->  {example['answer']}  ({verdict})")
 
     def export(
         self,
@@ -439,7 +441,7 @@ class Commands:
 
         conversation = api.Chat(source, max_new_tokens, device, trust_remote_code)
         if prompt is not None:
-            sys.stdout.write(conversation.ask(prompt) + "\n")
+            _write_text(conversation.ask(prompt) + "\n")
             return
         while True:
             if sys.stdin.isatty():
@@ -454,8 +456,7 @@ class Commands:
             if line == "/new":
                 conversation.reset()
             else:
-                sys.stdout.write(conversation.ask(line) + "\n")
-                sys.stdout.flush()
+                _write_text(conversation.ask(line) + "\n")
 
     def _resolve(
         self,
@@ -500,13 +501,13 @@ class Commands:
         self._resolve(job.config)
         text = job.render([f"--{key}={value}" for key, value in self.config_flags])
         if output is None and submit is None:
-            sys.stdout.write(text)
+            _write_text(text)
             return
         file = output or Path(default_name)
         write_text(file, text)
-        sys.stderr.write(f"wrote {file}\n")
+        heartbeat.print_line(f"wrote {file}")
         if submit is not None:
-            sys.stdout.write(submit(file) + "\n")
+            _print_line(submit(file))
 
 
 def _usage_hint(args: list[str]) -> str:
@@ -532,7 +533,17 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
         _print_json(result)
         return
     for key, value in result.items():
-        sys.stdout.write(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}\n")
+        _print_line(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}")
+
+
+def _print_line(text: str) -> None:
+    sys.stdout.write(f"{escape_message(text)}\n")
+
+
+def _write_text(text: str) -> None:
+    """Writes text at once: escaped to a terminal, unchanged to a file or a pipe."""
+    sys.stdout.write(escape_controls(text) if is_terminal(sys.stdout) else text)
+    sys.stdout.flush()
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -555,9 +566,19 @@ def _fail(error: TorchstoneError) -> None:
 def _crash(error: Exception) -> None:
     """Ends a worker after an unexpected error: the traceback goes to its log, the message to the launcher."""
     with suppress(OSError, ValueError):
-        traceback.print_exception(error)
+        sys.stderr.write(_traceback_text(error))
     heartbeat.write_error(error, f"{type(error).__name__}: {error}", 1)
     _exit(1)
+
+
+def _print_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Replaces Python's own report of an unexpected error, which may quote data."""
+    if sys.stderr is not None:
+        sys.stderr.write(_traceback_text(error))
+
+
+def _traceback_text(error: BaseException) -> str:
+    return escape_controls("".join(traceback.format_exception(error)))
 
 
 def _exit(code: int) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torchstone import heartbeat
+from torchstone.terminal import escape_message, is_terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -55,7 +56,8 @@ def progress_text(done: int, total: int, seconds: float) -> str:
 
 
 def add_prefix(text: str, level: Level, label: int | None) -> str:
-    """`text` as it is printed: with the prefix of its rank on every line, if there is a label."""
+    """`text` as it is printed: escaped, and with the prefix of its rank on every line, if there is a label."""
+    text = escape_message(text)
     if label is None:
         return f"warning: {text}\n" if level == "WARNING" else f"{text}\n"
     return "".join(f"GPU{label}:{level} | {line}\n" for line in text.rstrip("\n").split("\n"))
@@ -77,7 +79,7 @@ class Console:
         log: TextIO | None = None,
     ) -> None:
         self._terminal, self._log_file = terminal, log
-        self.style = ("bar" if _is_terminal(self.terminal) else "lines") if style == "auto" else style
+        self.style = ("bar" if is_terminal(self.terminal) else "lines") if style == "auto" else style
         self.log_every, self.label = log_every, label
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -141,7 +143,7 @@ class Console:
 
             def update_bar(done: int, note: str) -> None:
                 state = f"{progress_text(done, total, time.monotonic() - started)}, {note}"
-                bar.update(task, completed=done, state=state)
+                bar.update(task, completed=done, state=escape_message(state))
                 print_progress(done, note)
 
             yield update_bar
@@ -190,6 +192,8 @@ class Console:
 
         screen = RichConsole(file=self._terminal, stderr=True, highlight=False, soft_wrap=True)
         columns = [BarColumn(bar_width=16), TextColumn("{task.fields[state]}", markup=False)]
+        # A column formats its text with str.format.
+        title = escape_message(title).replace("{", "{{").replace("}", "}}")
         return Progress(*([TextColumn(title, markup=False)] if title else []), *columns, console=screen)
 
 
@@ -200,12 +204,5 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _is_terminal(stream: TextIO) -> bool:
-    try:
-        return stream.isatty()
-    except ValueError:
-        return False
-
-
 def _has_colors(stream: TextIO) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
