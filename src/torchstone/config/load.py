@@ -172,13 +172,18 @@ def extract_flags(
     return flags, remaining
 
 
-def extract_config_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Takes `--section.key VALUE` out of a command line. A boolean key is a switch: `--data.shuffle` is true."""
+def extract_config_flags(
+    args: Sequence[str], keys: Sequence[str] | None = None
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Takes `--section.key VALUE` out of a command line; with `keys`, only these.
+
+    A boolean key is a switch: `--data.shuffle` is true.
+    """
 
     def is_switch(name: str) -> bool:
         return field_types().get(ALIASES.get(name, name), bool) is bool
 
-    return extract_flags(args, lambda name: "." in name, is_switch)
+    return extract_flags(args, lambda name: "." in name if keys is None else name in keys, is_switch)
 
 
 def key_with_name(name: str) -> str | None:

@@ -55,6 +55,11 @@ def progress_text(done: int, total: int, seconds: float) -> str:
     return f"{100 * done / max(1, total):.0f} % of {total / 1e6:,.0f} MB, {speed / 1e6:,.1f} MB/s, ETA {eta}"
 
 
+def count_text(done: int, total: int, seconds: float) -> str:
+    speed = done / max(seconds, 1e-9)
+    return f"{done:,} of {total:,}, {speed:,.1f}/s, ETA {format_time((total - done) / speed) if done else '-'}"
+
+
 def add_prefix(text: str, level: Level, label: int | None) -> str:
     """`text` as it is printed: escaped, and with the prefix of its rank on every line, if there is a label."""
     text = escape_message(text)
@@ -121,16 +126,22 @@ class Console:
             self._task = self._bar.add_task("", total=total, completed=done, state="")
 
     @contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """For work of `total` bytes: yields update(bytes_done, note). Shows a bar, or a line every few seconds."""
+    def progress(
+        self, title: str, total: int, describe: Callable[[int, int, float], str] = progress_text
+    ) -> Iterator[Callable[[int, str], None]]:
+        """For work of `total` bytes (or of what `describe` counts): yields update(done, note). Shows a bar, or a line
+        every few seconds."""
         started = last_line = time.monotonic()
+
+        def state(done: int, note: str, now: float) -> str:
+            return ", ".join(filter(None, (describe(done, total, now - started), note)))
 
         def print_progress(done: int, note: str) -> None:
             nonlocal last_line
             now = time.monotonic()
             if now - last_line >= PROGRESS_SECONDS:
                 last_line = now
-                text = f"{title}: {progress_text(done, total, now - started)}, {note}"
+                text = f"{title}: {state(done, note, now)}"
                 self.log(text, "INFO")
                 if self.style == "lines":
                     self._print(text, "INFO")
@@ -142,8 +153,7 @@ class Console:
             task = bar.add_task("", total=total, state="")
 
             def update_bar(done: int, note: str) -> None:
-                state = f"{progress_text(done, total, time.monotonic() - started)}, {note}"
-                bar.update(task, completed=done, state=escape_message(state))
+                bar.update(task, completed=done, state=escape_message(state(done, note, time.monotonic())))
                 print_progress(done, note)
 
             yield update_bar

@@ -76,6 +76,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         "version": __version__,
         "torch": torch.__version__,
         "global_batch_size": data.batch_sizes.global_batch_size,
+        "formats": data.formats,
         "padding_row": model.padding_idx,
         "implementation": model.implementation,
         "model": model.notes,
