@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -336,6 +338,10 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
 
 
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
+    if isinstance(value, str) and value.lstrip().startswith('["'):
+        # The strings of a JSON list may have commas.
+        with suppress(ValueError):
+            value = json.loads(value)
     if isinstance(value, str):
         text = "" if value.lower() in NULL_WORDS else value.strip().strip("[]()")
         value = [part.strip() for part in text.split(",") if part.strip()]

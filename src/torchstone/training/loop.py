@@ -1,8 +1,8 @@
 """The training loop: steps to the end of the run, and between them validation, metrics and checkpoints.
 
-After every step, in this order: callbacks, validation if due, the line in metrics.jsonl, the checkpoint if due. So a
-checkpoint is never ahead of the metrics. If a run is killed, metrics.jsonl may have lines after the last checkpoint;
-resuming removes them.
+After every step, in this order: callbacks, validation if due, the line in metrics.jsonl, samples of text if due, the
+checkpoint if due. So a checkpoint is never ahead of the metrics. If a run is killed, metrics.jsonl may have lines after
+the last checkpoint; resuming removes them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import translate_out_of_memory
+from torchstone.training.sample_text import Prompt, write_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
@@ -58,6 +59,8 @@ class Run:
     checkpoint: Path | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
+    # What the model continues every observe.sample_every_steps steps.
+    sample_prompts: list[Prompt] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +188,7 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
 def _validate_log_save(
     run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile, metrics: dict[str, Any]
 ) -> None:
-    """After a step: validates if due, writes the metrics line, saves a checkpoint if due."""
+    """After a step: validates if due, writes the metrics line, samples text and saves a checkpoint if due."""
     schedule, progress, step_samples = run.schedule, run.progress, metrics["samples"]
     if run.data.validation is not None and schedule.is_due(
         schedule.validation, progress, step_samples, _is_final_step(run)
@@ -198,9 +201,25 @@ def _validate_log_save(
             return
     metrics_file.write(metrics)
     run.console.step(metrics, run.eta_seconds())
+    _log_samples(run)
     is_best = run.config.checkpoint.save_best and progress.best_step == progress.step
     if is_best or schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run)):
         _save_checkpoint(run, callbacks)
+
+
+def _log_samples(run: Run) -> None:
+    """Lets the model continue its prompts, if due. Nothing of the training state changes."""
+    every, step = run.config.observe.sample_every_steps, run.progress.step
+    if every is None or step % every:
+        return
+    report_phase(f"sampling text after step {step}")
+    texts = write_samples(run.runner, run.tokenizer, run.sample_prompts, run.config.observe.sample_tokens)
+    # Removes the samples of this step and later ones, which a run that was killed may have left.
+    file = MetricsFile(run.output_dir / "samples.jsonl", step - 1, is_writer=run.ctx.is_main)
+    for prompt, text in zip(run.sample_prompts, texts, strict=True):
+        file.write({"step": step, "prompt": prompt.text, "text": text})
+        run.console.info(f"sample after step {step}: {prompt.text!r} -> {text!r}")
+    file.close()
 
 
 def _is_final_step(run: Run) -> bool:

@@ -35,6 +35,7 @@ from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
+from torchstone.training.sample_text import choose_prompts
 from torchstone.training.schedule import plan_schedule
 from torchstone.training.state import Progress
 
@@ -85,6 +86,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     run = Run(
         config, model, tokenizer, data, optimizer, runner, schedule, progress, console, checkpoint_info, checkpoint
     )
+    if config.observe.sample_every_steps is not None:
+        run.sample_prompts = choose_prompts(config, data, tokenizer, model)
     mark_best_checkpoint(run)
     return run
 
