@@ -32,7 +32,7 @@ class TestHelp:
         assert "cyclopts" in imports
         assert not {"torch", "transformers", "numpy", "tokenizers", "pyarrow"} & imports
 
-    @pytest.mark.parametrize("command", ["train", "prepare", "evaluate", "export", "chat"])
+    @pytest.mark.parametrize("command", ["train", "prepare", "evaluate", "export", "chat", "generate"])
     def test_every_flag_has_help(self, torchstone: Command, command: str) -> None:
         code, out, _ = torchstone(command, "--help")
         assert code == 0

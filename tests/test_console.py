@@ -66,7 +66,7 @@ class TestPrefix:
         assert terminal == log
         assert terminal.splitlines() == [
             "GPU2:INFO | two",
-            "GPU2:INFO | lines",
+            "GPU2:INFO |   lines",
             "GPU2:WARNING | careful",
             "GPU2:WARNING |   of this",
             f"GPU2:INFO | [GPU 2] {LINE}",
@@ -80,7 +80,7 @@ class TestPrefix:
             console.step(METRICS)
 
         expected = LINE.replace("/100", "/-").replace("5:30", "-")
-        assert output_of(use)[0].splitlines() == ["two", "lines", "warning: careful", expected]
+        assert output_of(use)[0].splitlines() == ["two", "  lines", "warning: careful", expected]
 
     def test_a_message_is_one_write_so_that_ranks_do_not_mix(self) -> None:
         class Terminal(io.StringIO):
@@ -90,7 +90,7 @@ class TestPrefix:
 
         writes: list[str] = []
         Console("lines", label=0, terminal=Terminal()).info("a\nb")
-        assert writes == ["GPU0:INFO | a\nGPU0:INFO | b\n"]
+        assert writes == ["GPU0:INFO | a\nGPU0:INFO |   b\n"]
 
     def test_rich_is_imported_only_for_a_bar(self) -> None:
         code = (

@@ -10,7 +10,17 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_API_NAMES = ["Callback", "Chat", "evaluate", "export", "inspect_data", "prepare", "train", "train_tokenizer"]
+_API_NAMES = [
+    "Callback",
+    "Chat",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect_data",
+    "prepare",
+    "train",
+    "train_tokenizer",
+]
 _DATA_NAMES = [
     "InfiniteSampler",
     "JsonlDataset",

@@ -9,15 +9,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
@@ -40,7 +42,12 @@ from torchstone.launch.kubernetes import KubernetesJob
 from torchstone.launch.local import run_preparation, run_workers
 from torchstone.launch.plan import LaunchOptions, LaunchPlan, plan_launch
 from torchstone.launch.slurm import SlurmJob
+from torchstone.terminal import escape_controls, escape_message, is_terminal
+from torchstone.training.generation import DEFAULT_TEMPERATURE, GeneratedText, SamplingOptions
 from torchstone.training.stop import handle_stop_signals
+
+if TYPE_CHECKING:
+    from torchstone.api import Chat
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1))]
@@ -48,7 +55,29 @@ NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Switch = Annotated[bool, Parameter(negative="")]
 LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
+MAX_TOKENS = Parameter(name=("--max-tokens", "--max-new-tokens"), validator=validators.Number(gte=1))
+MaxTokens = Annotated[int, MAX_TOKENS]
+
+
+def _check_not_negative(type_: Any, value: int | str) -> None:
+    if isinstance(value, int) and value < 0:
+        raise ValueError("Must be >= 0.")
+
+
+CountOrAll = Annotated[Literal["all"] | int, Parameter(validator=_check_not_negative)]
+SamplingFlags = Annotated[SamplingOptions, Parameter(name="*")]
+NO_SAMPLING_OPTIONS = SamplingOptions()
 COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "launch")
+# Config keys of commands that do not train: those that errors about a model or its data name.
+MODEL_KEYS = (
+    "model.implementation", "model.attention", "model.trust_remote_code", "data.chat_template",
+    "system.device", "system.device_id", "system.threads",
+)  # fmt: skip
+DATA_KEYS = (
+    "data.format", "data.context_length", "data.max_samples", "data.packing", "data.text_packing", "data.train_on",
+    "data.on_bad_row", "data.on_long_row", "data.cache_dir", "data.prepare_workers",
+)  # fmt: skip
+KEYS_OF_COMMAND = {"chat": MODEL_KEYS, "generate": MODEL_KEYS, "evaluate": MODEL_KEYS + DATA_KEYS}
 KEYS_HELP = "Every config key is a flag: --section.key VALUE. torchstone train --help-keys lists them."
 # Builds the config from its layers; the code in scripts/ passes its own resolver.
 Resolver = Callable[[ConfigLayers, Purpose], Config]
@@ -56,6 +85,7 @@ Resolver = Callable[[ConfigLayers, Purpose], Config]
 
 def program() -> None:
     """The `torchstone` process."""
+    sys.excepthook = _print_crash
     main(ignore_late_signals=True)
 
 
@@ -78,6 +108,9 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
             # cyclopts has no flag whose value may be left out.
             sections, args = extract_flags(args, lambda name: name == "help_keys", lambda name: True)
             args += [f"--help-keys={'all' if section == 'true' else section}" for _, section in sections]
+        elif args[:1] and args[0] in KEYS_OF_COMMAND:
+            flags, args = extract_config_flags(args, KEYS_OF_COMMAND[args[0]])
+            flags = [(key.replace("-", "_"), value) for key, value in flags]
         build_app(Commands(flags, resolver, ignore_late_signals))(args, exit_on_error=False, print_error=False)
         # Not when Python exits: it would then be too late to catch a broken pipe.
         sys.stdout.flush()
@@ -129,9 +162,10 @@ def build_app(commands: Commands) -> App:
     app.command(commands.prepare, help_epilogue=KEYS_HELP)
     app.command(commands.inspect_data, help_epilogue=KEYS_HELP)
     app.command(commands.doctor)
-    app.command(commands.evaluate)
+    app.command(commands.evaluate, help_epilogue=_keys_help("evaluate"))
     app.command(commands.export)
-    app.command(commands.chat)
+    app.command(commands.chat, help_epilogue=_keys_help("chat"))
+    app.command(commands.generate, help_epilogue=_keys_help("generate"))
     app.command(tokenizer)
     tokenizer.command(commands.tokenizer_train, name="train")
     app.command(launch)
@@ -259,7 +293,7 @@ class Commands:
         report = api.inspect_data_with_config(resolved, rows, tokens)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
-            sys.stderr.write(f"wrote {html}\n")
+            heartbeat.print_line(f"wrote {html}")
         if as_json:
             _print_json(report)
         elif html is None:
@@ -360,8 +394,7 @@ class Commands:
 
         result = api.doctor(device, limit, quiet=as_json)
         if os.environ.get("RANK", "0") == "0":
-            sys.stdout.write(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
-            sys.stdout.flush()
+            _write_text(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
         if result["json"]["errors"]:
             raise NumericalError("\n".join(result["json"]["errors"]))
 
@@ -371,8 +404,11 @@ class Commands:
         /,
         *,
         data: str,
-        questions: NonNegativeInt | None = None,
+        questions: CountOrAll = 200,
+        extract: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+        max_tokens: Annotated[int | None, MAX_TOKENS] = None,
         context_length: PositiveInt | None = None,
+        chat_template: str | None = None,
         device: Device = "auto",
         cache_dir: str = "cache/datasets",
         trust_remote_code: bool = False,
@@ -383,8 +419,11 @@ class Commands:
         Args:
             source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
             data: A file, folder or glob; hub:org/name; or demo:corpus, demo:chat, demo:heldout.
-            questions: Rows to answer; by default all, 0 for none.
+            questions: Rows to answer; 0 for none, all for all.
+            extract: Regular expression for the part of an answer that is compared, such as '#### (.+)'.
+            max_tokens: Maximum length of an answer in tokens; by default a little more than the longest expected one.
             context_length: Maximum row length in tokens; by default 1024, or the model's maximum if smaller.
+            chat_template: A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own.
             device: auto, cpu or cuda.
             cache_dir: Folder of the token cache.
             trust_remote_code: Run code from the model's folder.
@@ -392,14 +431,19 @@ class Commands:
         """
         from torchstone import api
 
-        result = api.evaluate(source, data, questions, context_length, device, cache_dir, as_json, trust_remote_code)
+        template = {} if chat_template is None else {"data.chat_template": chat_template}
+        result = api.evaluate(
+            source, data, None if questions == "all" else questions, context_length, device, cache_dir, as_json,
+            trust_remote_code, extract=extract, max_tokens=max_tokens, overrides=template | dict(self.config_flags),
+        )  # fmt: skip
         examples = result.get("examples", [])
         _print_result({key: value for key, value in result.items() if as_json or key != "examples"}, as_json)
-        if not as_json:
-            for example in examples[:4]:
-                is_right = example["answer"].strip() == example["wanted"].strip()
-                verdict = "right" if is_right else f"expected {example['wanted']!r}"
-                sys.stdout.write(f"  {example['question']}  ->  {example['answer']}  ({verdict})\n")
+        if as_json:
+            return
+        right, wrong = ([example for example in examples if example["right"] is value][:2] for value in (True, False))
+        for example in right + wrong:
+            verdict = "right" if example["right"] else f"expected {example['wanted']!r}"
+            _print_line(f"  {example['question']}  ->  {example['answer']}  ({verdict})")
 
     def export(
         self,
@@ -432,7 +476,10 @@ class Commands:
         /,
         *,
         prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-        max_new_tokens: PositiveInt = 256,
+        system: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+        chat_template: str | None = None,
+        max_tokens: MaxTokens = 256,
+        sampling: SamplingFlags = NO_SAMPLING_OPTIONS,
         device: Device = "auto",
         trust_remote_code: bool = False,
     ) -> None:
@@ -441,31 +488,70 @@ class Commands:
         Args:
             source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
             prompt: Ask this once, print the answer and stop.
-            max_new_tokens: Maximum length of an answer in tokens.
+            system: The system message of the conversation.
+            chat_template: A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own.
+            max_tokens: Maximum length of an answer in tokens.
             device: auto, cpu or cuda.
             trust_remote_code: Run code from the model's folder.
         """
         from torchstone import api
 
-        conversation = api.Chat(source, max_new_tokens, device, trust_remote_code)
+        conversation = api.Chat(
+            source, max_tokens, device, trust_remote_code, system=system, chat_template=chat_template,
+            temperature=sampling.temperature or 0.0, top_p=sampling.top_p, top_k=sampling.top_k, seed=sampling.seed,
+            overrides=dict(self.config_flags),
+        )  # fmt: skip
         if prompt is not None:
-            sys.stdout.write(conversation.ask(prompt) + "\n")
+            _answer(conversation, prompt)
             return
         while True:
             if sys.stdin.isatty():
                 sys.stderr.write("> ")
                 sys.stderr.flush()
-            try:
-                line = sys.stdin.readline().strip()
-            except UnicodeDecodeError as error:
-                raise UsageError(f"the question is not UTF-8: {error}") from None
+            line = _read_input(sys.stdin.readline).strip()
             if not line:
                 return
             if line == "/new":
                 conversation.reset()
-            else:
-                sys.stdout.write(conversation.ask(line) + "\n")
-                sys.stdout.flush()
+                continue
+            try:
+                _answer(conversation, line)
+            except UsageError as error:
+                # The conversation fills the context: a person can go on with /new.
+                if not sys.stdin.isatty():
+                    raise
+                heartbeat.print_line(f"error: {error}")
+
+    def generate(
+        self,
+        source: str,
+        prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+        /,
+        *,
+        max_tokens: MaxTokens = 256,
+        sampling: SamplingFlags = NO_SAMPLING_OPTIONS,
+        device: Device = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Continue a text with a model, without a chat template.
+
+        Args:
+            source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
+            prompt: The text to continue; - or a pipe reads it from stdin. By default a new document.
+            max_tokens: Maximum number of new tokens.
+            device: auto, cpu or cuda.
+            trust_remote_code: Run code from the model's folder.
+        """
+        if prompt == "-" or (prompt is None and _has_piped_input()):
+            prompt = _read_input(sys.stdin.read).removesuffix("\n")
+        from torchstone import api
+
+        settings = {"system.device": device, "model.trust_remote_code": trust_remote_code} | dict(self.config_flags)
+        if sampling.temperature is None:
+            sampling = replace(sampling, temperature=DEFAULT_TEMPERATURE)
+        config = api.model_config(source, settings)
+        result = api.generate_with_config(config, prompt or "", max_tokens, sampling, _write_text)
+        _end_text(result, max_tokens)
 
     def _resolve(
         self,
@@ -512,13 +598,49 @@ class Commands:
         self._resolve(job.config)
         text = job.render([f"--{key}={value}" for key, value in self.config_flags])
         if output is None and submit is None:
-            sys.stdout.write(text)
+            _write_text(text)
             return
         file = output or Path(default_name)
         write_text(file, text)
-        sys.stderr.write(f"wrote {file}\n")
+        heartbeat.print_line(f"wrote {file}")
         if submit is not None:
-            sys.stdout.write(submit(file) + "\n")
+            _print_line(submit(file))
+
+
+def _keys_help(command: str) -> str:
+    return f"Config keys that are flags here, too: {', '.join(f'--{key}' for key in KEYS_OF_COMMAND[command])}."
+
+
+def _answer(conversation: Chat, question: str) -> None:
+    """Prints an answer while it is generated."""
+    conversation.ask(question, _write_text)
+    if conversation.last is not None:
+        _end_text(conversation.last, conversation.max_new_tokens)
+
+
+def _end_text(result: GeneratedText, max_tokens: int) -> None:
+    """Ends the line of a text that was printed while it was generated, and says on stderr if it was cut off."""
+    _write_text("\n")
+    if result.ended_by == "max_tokens":
+        heartbeat.print_line(f"[stopped at --max-tokens {max_tokens}]")
+    elif result.ended_by == "context":
+        heartbeat.print_line("[stopped: the context of the model is full]")
+
+
+def _read_input(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the input is not UTF-8: {error}") from None
+
+
+def _has_piped_input() -> bool:
+    """Whether stdin is a pipe or a file. Not every stdin that is no terminal has a prompt: services have /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageError:
@@ -549,7 +671,17 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
         _print_json(result)
         return
     for key, value in result.items():
-        sys.stdout.write(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}\n")
+        _print_line(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}")
+
+
+def _print_line(text: str) -> None:
+    sys.stdout.write(f"{escape_message(text)}\n")
+
+
+def _write_text(text: str) -> None:
+    """Writes text at once: escaped to a terminal, unchanged to a file or a pipe."""
+    sys.stdout.write(escape_controls(text) if is_terminal(sys.stdout) else text)
+    sys.stdout.flush()
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -572,9 +704,19 @@ def _fail(error: TorchstoneError) -> None:
 def _crash(error: Exception) -> None:
     """Ends a worker after an unexpected error: the traceback goes to its log, the message to the launcher."""
     with suppress(OSError, ValueError):
-        traceback.print_exception(error)
+        sys.stderr.write(_traceback_text(error))
     heartbeat.write_error(error, f"{type(error).__name__}: {error}", 1)
     _exit(1)
+
+
+def _print_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Replaces Python's own report of an unexpected error, which may quote data."""
+    if sys.stderr is not None:
+        sys.stderr.write(_traceback_text(error))
+
+
+def _traceback_text(error: BaseException) -> str:
+    return escape_controls("".join(traceback.format_exception(error)))
 
 
 def _exit(code: int) -> None:

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from torchstone.terminal import escape_message
+
 # What a launcher sets besides torchrun's variables: the folder of the heartbeats, and the file of the process group's
 # store (parallel/mesh.py), which replaces MASTER_ADDR and MASTER_PORT on a single node.
 FOLDER_VARIABLE = "TORCHSTONE_HEARTBEATS"
@@ -141,9 +143,10 @@ def print_line(text: str) -> None:
 
 
 def write_to_terminal(stream: TextIO, text: str) -> None:
-    """Writes and flushes. If that fails (a closed terminal, a full disk), this text and all later output are lost."""
+    """Writes one message, escaped, and flushes. If that fails (a closed terminal, a full disk), this text and all later
+    output are lost."""
     try:
-        stream.write(text)
+        stream.write(escape_message(text))
         stream.flush()
     except (OSError, ValueError):
         discard_output(stream)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -209,9 +211,13 @@ def extract_flags(
     return flags, remaining
 
 
-def extract_config_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Takes `--section.key VALUE` out of a command line. A boolean key is a switch: `--data.shuffle` is true,
-    `--no-data.shuffle` is false."""
+def extract_config_flags(
+    args: Sequence[str], keys: Sequence[str] | None = None
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Takes `--section.key VALUE` out of a command line; with `keys`, only these.
+
+    A boolean key is a switch: `--data.shuffle` is true, `--no-data.shuffle` is false.
+    """
 
     def is_switch(name: str) -> bool:
         return field_types().get(ALIASES.get(name, name), bool) is bool
@@ -220,7 +226,10 @@ def extract_config_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], li
         key = arg.removeprefix("--no-").replace("-", "_")
         return f"--{key}=false" if arg.startswith("--no-") and field_types().get(key) is bool else arg
 
-    return extract_flags([positive(arg) for arg in args], lambda name: "." in name, is_switch)
+    def is_wanted(name: str) -> bool:
+        return "." in name if keys is None else name in keys
+
+    return extract_flags([positive(arg) for arg in args], is_wanted, is_switch)
 
 
 def explain_name(name: str, given: Collection[str] = ()) -> str | None:
@@ -389,6 +398,10 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
 
 
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
+    if isinstance(value, str) and value.lstrip().startswith('["'):
+        # The strings of a JSON list may have commas.
+        with suppress(ValueError):
+            value = json.loads(value)
     if isinstance(value, str):
         text = "" if value.lower() in NULL_WORDS else value.strip().strip("[]()")
         value = [part.strip() for part in text.split(",") if part.strip()]

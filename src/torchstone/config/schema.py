@@ -320,6 +320,15 @@ class ObserveConfig:
     ranks: Literal["first", "all"] = "first"
     """Ranks whose lines are shown on the terminal; every rank has its own log in logs/rank-N.log."""
 
+    sample_every_steps: PositiveInt | None = None
+    """Let the model continue prompts every n steps; the texts are in the log and in samples.jsonl."""
+
+    sample_prompts: tuple[str, ...] = ()
+    """Prompts of the samples: questions if the data has conversations, otherwise texts; by default from the data."""
+
+    sample_tokens: PositiveInt = 64
+    """Maximum length of a sample in tokens."""
+
 
 @dataclass(frozen=True)
 class SystemConfig:
@@ -487,6 +496,15 @@ def _pipeline_rule(name: str, is_set: Callable[[ParallelConfig], bool]) -> Rule:
     )
 
 
+def _sample_rule(name: str) -> Rule:
+    return Rule(
+        f"observe.{name}",
+        lambda c: c.observe.sample_every_steps is None and getattr(c.observe, name) != getattr(ObserveConfig, name),
+        f"observe.{name} has no effect: observe.sample_every_steps is not set",
+        "add --observe.sample_every_steps 100",
+    )
+
+
 RULES = [
     Rule(
         "model.depth",
@@ -592,6 +610,13 @@ RULES = [
         "training.mode infinite has no end, so optim.warmup_ratio is a share of nothing",
         "use --optim.warmup_steps N",
     ),
+    Rule(
+        "observe.sample_every_steps",
+        lambda c: c.observe.sample_every_steps is not None and c.parallel.pp > 1,
+        "observe.sample_every_steps does not work with pipelines, whose ranks hold only some of the layers",
+        "leave it out; torchstone generate and torchstone chat read every checkpoint",
+    ),
+    *(_sample_rule(name) for name in ("sample_prompts", "sample_tokens")),
     Rule(
         "optim.decay_steps",
         lambda c: c.optim.decay_steps is not None and c.optim.schedule != "wsd",

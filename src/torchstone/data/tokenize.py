@@ -7,10 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchstone.data.encode import EncodingConfig
 from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat
 from torchstone.data.template import ChatTemplate, load_template
 from torchstone.errors import UsageError
+
+# How tokenizers with byte fallback name a single byte.
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -55,6 +60,12 @@ class Tokenizer:
         return sorted(ids)
 
     @cached_property
+    def text_prefix(self) -> list[int]:
+        """The special tokens that the tokenizer itself puts before every text, such as BOS."""
+        plain, special = self.encode("a"), self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
+        return special[: next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)]
+
+    @cached_property
     def template(self) -> ChatTemplate:
         if not self.hf.chat_template:
             raise UsageError(
@@ -73,6 +84,24 @@ class Tokenizer:
         """Special tokens `<|name|>` of the chat template that are not single tokens of this tokenizer."""
         tokens = dict.fromkeys(re.findall(r"<\|\w+\|>", self.template.source))
         return [token for token in tokens if len(self.encode(token)) > 1]
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """The number of UTF-8 bytes that each token adds to a text, [size]. A special token adds none."""
+        backend, names = self.hf.backend_tokenizer, self.hf.convert_ids_to_tokens(range(self.size))
+        if "ByteLevel" in repr(backend.decoder):
+            # Every character of a token's name stands for a byte.
+            counts = [len(name or "") for name in names]
+        else:
+            # A token may lose a space at the start of a text, so it is decoded after another one.
+            before = self.encode("a")
+            texts = backend.decode_batch([[*before, number] for number in range(self.size)], skip_special_tokens=False)
+            start = len(backend.decode(before, skip_special_tokens=False).encode())
+            counts = [max(0, len(text.encode()) - start) for text in texts]
+            counts = [1 if BYTE_TOKEN.fullmatch(name or "") else n for name, n in zip(names, counts, strict=True)]
+        for number, token in self.hf.added_tokens_decoder.items():
+            counts[number] = 0 if token.special else len(token.content.encode())
+        return np.array(counts)
 
     def encode(self, text: str) -> list[int]:
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids

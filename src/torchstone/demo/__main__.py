@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchstone import api, heartbeat
 from torchstone.errors import TorchstoneError
+from torchstone.terminal import escape_controls
 
 TARGET = 0.9
 QUICK = {"training.max_steps": 8, "optim.warmup_steps": 2}
@@ -78,7 +79,7 @@ def print_title(text: str) -> None:
 
 
 def print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(escape_controls(text) + "\n")
     sys.stdout.flush()
 
 

@@ -124,7 +124,8 @@ class Launch:
                 if restarts == max_restarts or not supervisor.may_restart(result):
                     return result
                 restarts += 1
-                print_line(f"{result.message}\nrestart {restarts} of {max_restarts}, from the last complete checkpoint")
+                print_line(str(result.message))
+                print_line(f"restart {restarts} of {max_restarts}, from the last complete checkpoint")
         finally:
             supervisor.stop()
 

@@ -26,7 +26,7 @@ from torchstone.models.execution import (
 )
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES, Family
-from torchstone.models.generate import generate
+from torchstone.models.generate import TokenSink, generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
 from torchstone.models.sizing import describe, parameter_count
 
@@ -93,8 +93,15 @@ class Model(ABC):
         stop_ids: Sequence[int] = (),
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        on_tokens: TokenSink | None = None,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy."""
+        """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy.
+
+        `on_tokens` gets the new token of each row after every step, -1 for a row that has ended. The fallback generates
+        one row at a time and passes that row's token alone.
+        """
 
     @property
     def decoder_config(self) -> DecoderConfig | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torchstone import heartbeat
+from torchstone.terminal import escape_message, is_terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -56,8 +57,14 @@ def progress_text(done: int, total: int, seconds: float) -> str:
     return f"{100 * done / max(1, total):.0f} % of {total / 1e6:,.0f} MB, {speed / 1e6:,.1f} MB/s, ETA {eta}"
 
 
+def count_text(done: int, total: int, seconds: float) -> str:
+    speed = done / max(seconds, 1e-9)
+    return f"{done:,} of {total:,}, {speed:,.1f}/s, ETA {format_time((total - done) / speed) if done else '-'}"
+
+
 def add_prefix(text: str, level: Level, label: int | None) -> str:
-    """`text` as it is printed: with the prefix of its rank on every line, if there is a label."""
+    """`text` as it is printed: escaped, and with the prefix of its rank on every line, if there is a label."""
+    text = escape_message(text)
     if label is None:
         return f"warning: {text}\n" if level == "WARNING" else f"{text}\n"
     return "".join(f"GPU{label}:{level} | {line}\n" for line in text.rstrip("\n").split("\n"))
@@ -82,7 +89,7 @@ class Console:
     ) -> None:
         self._terminal, self._log_file = terminal, log
         self._log_opener, self._kept_lines = log_opener, list[str]()
-        self.style = ("bar" if _is_terminal(self.terminal) else "lines") if style == "auto" else style
+        self.style = ("bar" if is_terminal(self.terminal) else "lines") if style == "auto" else style
         self.log_every, self.label = log_every, label
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -134,16 +141,22 @@ class Console:
             self._task = self._bar.add_task("", total=total, completed=done, state=f"computing step {done + 1}")
 
     @contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """For work of `total` bytes: yields update(bytes_done, note). Shows a bar, or a line every few seconds."""
+    def progress(
+        self, title: str, total: int, describe: Callable[[int, int, float], str] = progress_text
+    ) -> Iterator[Callable[[int, str], None]]:
+        """For work of `total` bytes (or of what `describe` counts): yields update(done, note). Shows a bar, or a line
+        every few seconds."""
         started = last_line = time.monotonic()
+
+        def state(done: int, note: str, now: float) -> str:
+            return ", ".join(filter(None, (describe(done, total, now - started), note)))
 
         def print_progress(done: int, note: str) -> None:
             nonlocal last_line
             now = time.monotonic()
             if now - last_line >= PROGRESS_SECONDS:
                 last_line = now
-                text = f"{title}: {progress_text(done, total, now - started)}, {note}"
+                text = f"{title}: {state(done, note, now)}"
                 self.log(text, "INFO")
                 if self.style == "lines":
                     self._print(text, "INFO")
@@ -155,8 +168,7 @@ class Console:
             task = bar.add_task("", total=total, state="")
 
             def update_bar(done: int, note: str) -> None:
-                state = f"{progress_text(done, total, time.monotonic() - started)}, {note}"
-                bar.update(task, completed=done, state=state)
+                bar.update(task, completed=done, state=escape_message(state(done, note, time.monotonic())))
                 print_progress(done, note)
 
             yield update_bar
@@ -208,6 +220,8 @@ class Console:
         screen = RichConsole(file=self._terminal, stderr=True, highlight=False, soft_wrap=True)
         # The elapsed time ticks, so that a long first step does not look like a hang.
         columns = [TimeElapsedColumn(), BarColumn(bar_width=12), TextColumn("{task.fields[state]}", markup=False)]
+        # A column formats its text with str.format.
+        title = escape_message(title).replace("{", "{{").replace("}", "}}")
         return Progress(*([TextColumn(title, markup=False)] if title else []), *columns, console=screen)
 
 
@@ -218,12 +232,5 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _is_terminal(stream: TextIO) -> bool:
-    try:
-        return stream.isatty()
-    except ValueError:
-        return False
-
-
 def _has_colors(stream: TextIO) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -17,6 +17,7 @@ from torchstone.config.files import read_config_file
 from torchstone.config.load import ConfigLayers, resolve
 from torchstone.config.schema import DEFAULT_TEXT_ROWS, Config, DataConfig
 from torchstone.errors import UsageError
+from torchstone.heartbeat import print_line
 from torchstone.scripts import exit_on_error, extract_script_flags
 
 RUNS = Path("runs")
@@ -94,7 +95,7 @@ def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Config
     config = resolve(layers, "train", defaults, f"the defaults of {script.name}")
     warning = script.check(config)
     if warning:
-        sys.stderr.write(f"warning: {warning}\n")
+        print_line(f"warning: {warning}")
     return config
 
 
@@ -184,7 +185,7 @@ def _previous_model(script: TrainingScript, flags: dict[str, str], layers: Confi
         )
     folder, reason = _previous_run(script, _positive_int("--depth", flags["depth"]) if "depth" in flags else None)
     if values.get("observe.console") != "quiet":
-        sys.stderr.write(f"{script.name}: starting from {folder}, {reason}\n")
+        print_line(f"{script.name}: starting from {folder}, {reason}")
     return {"model.path": str(folder)}
 
 

@@ -1,8 +1,8 @@
 """The training loop: steps to the end of the run, and between them validation, metrics and checkpoints.
 
-After every step, in this order: callbacks, validation if due, the line in metrics.jsonl, the checkpoint if due. So a
-checkpoint is never ahead of the metrics, which are synced before it is committed. If a run is killed, metrics.jsonl may
-have lines after the last checkpoint; resuming removes them.
+After every step, in this order: callbacks, validation if due, the line in metrics.jsonl, samples of text if due, the
+checkpoint if due. So a checkpoint is never ahead of the metrics, which are synced before it is committed. If a run is
+killed, metrics.jsonl may have lines after the last checkpoint; resuming removes them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_saved_state, translate_out_of_memory
+from torchstone.training.sample_text import Prompt, write_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
@@ -59,6 +60,8 @@ class Run:
     checkpoint: Path | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
+    # What the model continues every observe.sample_every_steps steps.
+    sample_prompts: list[Prompt] = field(default_factory=list)
     # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
     resumed_from: Path | None = field(init=False)
     # When training began or the last checkpoint was saved, by the monotonic clock.
@@ -220,7 +223,7 @@ def _open_metrics(run: Run) -> MetricsFile:
 def _validate_log_save(
     run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile, metrics: dict[str, Any]
 ) -> None:
-    """After a step: validates if due, writes the metrics line, saves a checkpoint if due."""
+    """After a step: validates if due, writes the metrics line, samples text and saves a checkpoint if due."""
     schedule, progress, step_samples = run.schedule, run.progress, metrics["samples"]
     if run.data.validation is not None and schedule.is_due(
         schedule.validation, progress, step_samples, _is_final_step(run)
@@ -235,12 +238,28 @@ def _validate_log_save(
         metrics["stopped"] = run.early_stop_reason
     metrics_file.write(metrics)
     run.console.step(metrics, run.eta_seconds())
+    _log_samples(run)
     if run.early_stop_reason is not None:
         run.console.info(f"stopping early: {run.early_stop_reason}")
     is_best = run.config.checkpoint.save_best and progress.best_step == progress.step
     is_due = schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run))
     if is_due or is_best or run.stop_request.save:
         _save_checkpoint(run, callbacks, metrics_file)
+
+
+def _log_samples(run: Run) -> None:
+    """Lets the model continue its prompts, if due. Nothing of the training state changes."""
+    every, step = run.config.observe.sample_every_steps, run.progress.step
+    if every is None or step % every:
+        return
+    report_phase(f"sampling text after step {step}")
+    texts = write_samples(run.runner, run.tokenizer, run.sample_prompts, run.config.observe.sample_tokens)
+    # Removes the samples of this step and later ones, which a run that was killed may have left.
+    file = MetricsFile(run.output_dir / "samples.jsonl", step - 1, run.ctx.is_main, first_step=step)
+    for prompt, text in zip(run.sample_prompts, texts, strict=True):
+        file.write({"step": step, "prompt": prompt.text, "text": text})
+        run.console.info(f"sample after step {step}: {prompt.text!r} -> {text!r}")
+    file.close()
 
 
 def _is_final_step(run: Run) -> bool:

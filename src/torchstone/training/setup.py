@@ -50,6 +50,7 @@ from torchstone.training.checks import check_memory
 from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
+from torchstone.training.sample_text import choose_prompts
 from torchstone.training.schedule import plan_schedule
 from torchstone.training.state import Progress
 
@@ -95,6 +96,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         "version": __version__,
         "torch": torch.__version__,
         "global_batch_size": data.batch_sizes.global_batch_size,
+        "formats": data.formats,
         "padding_row": model.padding_idx,
         "implementation": model.implementation,
         "model": model.notes,
@@ -108,6 +110,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     run = Run(
         config, model, tokenizer, data, optimizer, runner, schedule, progress, console, checkpoint_info, checkpoint
     )
+    if config.observe.sample_every_steps is not None:
+        run.sample_prompts = choose_prompts(config, data, tokenizer, model)
     mark_best_checkpoint(run)
     return run
 
