@@ -23,7 +23,7 @@ from torchstone import heartbeat
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import is_model_folder, resolve_model_folder
 from torchstone.checkpoint.model_folder import NotNativeError, check_model_folder, load_model, read_model_config
-from torchstone.config.load import from_dict, load_config, to_dict
+from torchstone.config.load import convert_value, from_dict, load_config, to_dict
 from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig
 from torchstone.data.inspect import inspect_sources
 from torchstone.data.loader import open_sources, tokenize_source
@@ -181,8 +181,12 @@ def train_tokenizer(
     skip_bad_rows: bool = False,
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
+    columns: str | Mapping[str, str] = "",
 ) -> dict[str, Any]:
-    """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report."""
+    """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report.
+
+    `columns` is as in data.columns.
+    """
     check_target(Path(folder))
     names = [data_file(name, Path(cache_dir)) for name in ([data] if isinstance(data, str) else data)]
     tokenizer, report = train_bpe(
@@ -194,6 +198,7 @@ def train_tokenizer(
         min_frequency=min_frequency,
         max_bytes=max_bytes,
         stop_on_bad_row=not skip_bad_rows,
+        columns=convert_value("data.columns", columns),
         console=Console("quiet" if quiet else "auto"),
     )
     save_tokenizer(tokenizer, Path(folder))
@@ -209,6 +214,7 @@ def evaluate(
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
     trust_remote_code: bool = False,
+    columns: str | Mapping[str, str] = "",
 ) -> dict[str, Any]:
     """Returns the loss of a model (run, checkpoint or folder) over `data`; for conversations also the exact match."""
     console = Console("quiet" if quiet else "lines")
@@ -226,6 +232,7 @@ def evaluate(
             overrides={
                 "model.path": source,
                 "data.path": data,
+                "data.columns": columns,
                 "data.context_length": context_length,
                 "data.packing": model.packing_error(context_length) is None,
                 "data.cache_dir": cache_dir,

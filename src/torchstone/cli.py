@@ -268,6 +268,7 @@ class Commands:
         min_frequency: PositiveInt = 2,
         max_bytes: PositiveInt | None = None,
         skip_bad_rows: bool = False,
+        columns: str = "",
         cache_dir: str = "cache/datasets",
         as_json: JsonFlag = False,
     ) -> None:
@@ -283,6 +284,7 @@ class Commands:
             min_frequency: How often a pair of tokens must occur to be merged.
             max_bytes: Stop reading after this many bytes of text.
             skip_bad_rows: Skip rows that cannot be read, instead of stopping.
+            columns: Names of the data's columns, such as text=content (see data.columns).
             cache_dir: Folder of the built-in data.
             as_json: Print the result as JSON.
         """
@@ -300,6 +302,7 @@ class Commands:
             skip_bad_rows,
             cache_dir,
             quiet=as_json,
+            columns=columns,
         )
         _print_result(result if as_json else _flatten_result(result), as_json)
 
@@ -364,6 +367,7 @@ class Commands:
         questions: NonNegativeInt | None = None,
         context_length: PositiveInt | None = None,
         device: Device = "auto",
+        columns: str = "",
         cache_dir: str = "cache/datasets",
         trust_remote_code: bool = False,
         as_json: JsonFlag = False,
@@ -376,13 +380,16 @@ class Commands:
             questions: Rows to answer; by default all, 0 for none.
             context_length: Maximum row length in tokens; by default 1024, or the model's maximum if smaller.
             device: auto, cpu or cuda.
+            columns: Names of the data's columns, such as prompt=question,completion=answer (see data.columns).
             cache_dir: Folder of the token cache.
             trust_remote_code: Run code from the model's folder.
             as_json: Print unrounded JSON only.
         """
         from torchstone import api
 
-        result = api.evaluate(source, data, questions, context_length, device, cache_dir, as_json, trust_remote_code)
+        result = api.evaluate(
+            source, data, questions, context_length, device, cache_dir, as_json, trust_remote_code, columns
+        )
         examples = result.get("examples", [])
         _print_result({key: value for key, value in result.items() if as_json or key != "examples"}, as_json)
         if not as_json:

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
+
 from torchstone.config.files import read_config_file
 from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, InvalidConfigError, Purpose, Range, validate
 from torchstone.errors import UsageError
@@ -33,6 +35,9 @@ ALIASES = {
     "optim.lr": "optim.learning_rate",
     "max_steps": "training.max_steps",
 }
+# Keys whose value is a mapping, or a list of them. Each entry is also a key of its own: data.columns.prompt.
+MAPPINGS = ("data.columns",)
+MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
@@ -113,6 +118,11 @@ def resolve(
     except InvalidConfigError as error:
         raise UsageError(_with_origin(error.message, settings.get(error.key)), error.hint) from None
     return config
+
+
+def convert_value(key: str, value: Any) -> Any:
+    """A value for `key`, as from a file or a command line, in the type of its field."""
+    return _convert(value, field_types()[key], key)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -227,6 +237,12 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
     for name, value, origin in values:
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
+        parent, _, entry = key.rpartition(".")
+        if parent in MAPPINGS:
+            # One entry of a mapping. Its setting has a name of its own, so that it cannot replace a whole mapping.
+            before = settings[parent].value if parent in settings else {}
+            key, name = parent, f"{parent}.NAME"
+            value = before | {entry: value} if isinstance(before, dict) else before
         if key not in field_types():
             raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
         if key in settings and settings[key].name != name:
@@ -320,6 +336,8 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         return str(value)
     if origin is tuple:
         return _convert_tuple(value, annotation, key)
+    if origin is dict:
+        return _convert_mapping(value, annotation, key)
     return _convert_plain(value, annotation, key)
 
 
@@ -330,7 +348,32 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
     return _convert(value, inner, key)
 
 
+def _convert_mapping(value: Any, annotation: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{key} must be a mapping, not {value!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+    name_type, type_ = get_args(annotation)
+    return {_convert(name, name_type, key): _convert(inner, type_, f"{key}.{name}") for name, inner in value.items()}
+
+
+def _read_mappings(text: str, key: str) -> list[Any]:
+    """The mappings in `prompt=question,completion=answer`, or in YAML: `{prompt: question}` or a list of these."""
+    if text.lower() in NULL_WORDS:
+        return []
+    if text.strip().startswith(("{", "[")):
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UsageError(f"{key} is not YAML: {text}", f"write it as --{key} {MAPPING_EXAMPLE}") from None
+        return value if isinstance(value, list) else [value]
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise UsageError(f"{key} must be a mapping, not {text!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+    return [{name.strip(): value.strip() for name, _, value in pairs}] if pairs else []
+
+
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
+    if key in MAPPINGS:
+        value = _read_mappings(value, key) if isinstance(value, str) else [value] if isinstance(value, dict) else value
     if isinstance(value, str):
         text = "" if value.lower() in NULL_WORDS else value.strip().strip("[]()")
         value = [part.strip() for part in text.split(",") if part.strip()]

@@ -65,6 +65,7 @@ class EncodingConfig:
     max_length: int | None
     on_long_row: str
     train_on: str = "assistant"
+    columns: dict[str, str] = field(default_factory=dict)
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -78,7 +79,8 @@ class EncodingConfig:
     def cache_key(self) -> dict[str, Any]:
         """The values by their original names, so that the keys of existing caches stay valid."""
         names = {"row_format": "shape", "max_length": "limit"}
-        return {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        values = {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        return values if self.columns else {name: value for name, value in values.items() if name != "columns"}
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Encoder:
         self.counts = RowCounts()
         rows: list[Row] = []
         bad_rows: list[BadRow] = []
-        for row in parse_rows(chunk):
+        for row in parse_rows(chunk, self.config.columns):
             if isinstance(row, BadRow):
                 bad_rows.append(row)
             else:
@@ -213,9 +215,13 @@ class Encoder:
         by_word = self._encode_by_word(texts)
         remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
         encodings = iter(self.tokenizer.encode_batch_fast(remaining, add_special_tokens=False))
-        for word_ids in by_word:
-            ids = prefix + (next(encodings).ids if word_ids is None else word_ids) + suffix
-            array = np.array(ids if ids[-1:] == [eos_id] else [*ids, eos_id], dtype=np.int64)
+        for row, word_ids in zip(rows, by_word, strict=True):
+            ids = next(encodings).ids if word_ids is None else word_ids
+            # A piece of a large text file has no special tokens where the text goes on.
+            ids = (prefix if row.starts_text else []) + ids + (suffix if row.ends_text else [])
+            if row.ends_text and ids[-1:] != [eos_id]:
+                ids.append(eos_id)
+            array = np.array(ids, dtype=np.int64)
             yield TokenSequence(array, array)
 
     def _encode_tokens(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence]:

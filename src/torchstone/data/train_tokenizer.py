@@ -9,14 +9,14 @@ becomes a special token.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torchstone.atomic import new_folder
-from torchstone.data.cache import DataSource, open_source
+from torchstone.data.cache import DataSource, columns_per_path, open_source
 from torchstone.data.formats import (
     TEXT_FORMATS,
     Message,
@@ -26,7 +26,7 @@ from torchstone.data.formats import (
     read_prompt,
     read_text,
 )
-from torchstone.data.sources import BadRow, Row, parse_rows, read_chunks, size_on_disk
+from torchstone.data.sources import BadRow, Row, parse_rows, size_on_disk
 from torchstone.data.template import ChatTemplate, load_template
 from torchstone.data.word_encoder import CL100K, GPT2, O200K, QWEN2, build_word_encoder
 from torchstone.errors import DataError, UsageError
@@ -53,20 +53,27 @@ def train_tokenizer(
     min_frequency: int = 2,
     max_bytes: int | None = None,
     stop_on_bad_row: bool = True,
+    columns: Sequence[Mapping[str, str]] = (),
     console: Console | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Returns a Transformers tokenizer of at most `vocab_size` tokens, and a report.
 
     `special` are tokens besides those of the template, which is a file or the name of a built-in one. Sources are read
-    row by row in turn, so that `max_bytes` of text contain some of each.
+    row by row in turn, so that `max_bytes` of text contain some of each. `columns` are those of `data.columns`.
     """
     if pattern not in PATTERNS:
         raise UsageError(f"unknown pattern {pattern!r}", f"use one of {', '.join(get_args(Pattern))}")
     template = None if chat_template is None else load_template(chat_template)
     tokens = _special_tokens(template, special)
     _check_sizes(names, vocab_size, min_frequency, tokens)
-    sources = [_open_text_source(name, stop_on_bad_row) for name in names]
-    reader = _TextReader(sources, max_bytes, stop_on_bad_row, console or Console("quiet"))
+    console = console or Console("quiet")
+    sources = [
+        _open_text_source(name, stop_on_bad_row, mapping)
+        for name, mapping in zip(names, columns_per_path(columns, names), strict=True)
+    ]
+    for note in [note for source in sources for note in source.notes]:
+        console.info(note)
+    reader = _TextReader(sources, max_bytes, stop_on_bad_row, console)
     backend = _train_bpe(reader, vocab_size, tokens, PATTERNS[pattern], min_frequency)
     hf = _to_transformers(backend, tokens, template)
     size = len(hf)
@@ -122,8 +129,8 @@ def _check_sizes(names: Sequence[str], vocab_size: int, min_frequency: int, toke
         )
 
 
-def _open_text_source(name: str, stop_on_bad_row: bool) -> DataSource:
-    source = open_source(name, stop_on_bad_row=stop_on_bad_row)
+def _open_text_source(name: str, stop_on_bad_row: bool, columns: Mapping[str, str]) -> DataSource:
+    source = open_source(name, "auto", stop_on_bad_row, columns)
     if source.row_format == "tokens":
         raise UsageError(f"{name}: its rows are token ids, not text", "use the text they came from")
     return source
@@ -226,8 +233,8 @@ class _TextReader:
         file_starts = [0]
         for path in source.files:
             file_starts.append(file_starts[-1] + size_on_disk(path))
-        for chunk in read_chunks(source.files):
-            for row in parse_rows(chunk):
+        for chunk in source.read_chunks():
+            for row in parse_rows(chunk, source.columns):
                 try:
                     if isinstance(row, BadRow):
                         raise row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,16 +52,22 @@ def evaluate_file(
     results["dropped_rows"] = data.counts.dropped
     (row_format,) = data.formats
     if row_format in CHAT_FORMATS and max_questions != 0:
-        results |= exact_match(model, tokenizer, path, row_format, max_questions)
+        columns = next(iter(config.data.columns), {})
+        results |= exact_match(model, tokenizer, path, row_format, max_questions, columns)
     return results
 
 
 def exact_match(
-    model: Model, tokenizer: Tokenizer, path: str, row_format: RowFormat, max_questions: int | None
+    model: Model,
+    tokenizer: Tokenizer,
+    path: str,
+    row_format: RowFormat,
+    max_questions: int | None,
+    columns: Mapping[Any, str],
 ) -> dict[str, Any]:
     """Generates a greedy answer to each row without its last message, and compares it with that message."""
     questions, expected = list[Question](), list[str]()
-    for row in read_rows(path):
+    for row in read_rows(path, columns):
         conversation = read_conversation(row, row_format)
         *context, last = conversation.messages
         # A tool call has no text to compare.
