@@ -182,10 +182,11 @@ def train_tokenizer(
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
     columns: str | Mapping[str, str] = "",
+    bos: bool = True,
 ) -> dict[str, Any]:
     """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report.
 
-    `columns` is as in data.columns.
+    `columns` is as in data.columns. With `bos` the tokenizer begins every text with a BOS token.
     """
     check_target(Path(folder))
     names = [data_file(name, Path(cache_dir)) for name in ([data] if isinstance(data, str) else data)]
@@ -199,6 +200,7 @@ def train_tokenizer(
         max_bytes=max_bytes,
         stop_on_bad_row=not skip_bad_rows,
         columns=convert_value("data.columns", columns),
+        bos=bos,
         console=Console("quiet" if quiet else "auto"),
     )
     save_tokenizer(tokenizer, Path(folder))

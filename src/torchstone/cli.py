@@ -264,6 +264,7 @@ class Commands:
         vocab_size: PositiveInt = 32768,
         special: str = "",
         chat_template: str = "chatml",
+        bos: bool = True,
         pattern: Literal["gpt2", "gpt4", "gpt4o", "qwen2"] = "gpt4",
         min_frequency: PositiveInt = 2,
         max_bytes: PositiveInt | None = None,
@@ -280,6 +281,7 @@ class Commands:
             vocab_size: Vocabulary size, including special tokens.
             special: Additional special tokens, separated by commas.
             chat_template: A file, or chatml, llama3, alpaca, plain, none; its special tokens are added.
+            bos: Begin every text with a BOS token, so that its first token is learned too.
             pattern: How texts are split into words.
             min_frequency: How often a pair of tokens must occur to be merged.
             max_bytes: Stop reading after this many bytes of text.
@@ -303,6 +305,7 @@ class Commands:
             cache_dir,
             quiet=as_json,
             columns=columns,
+            bos=bos,
         )
         _print_result(result if as_json else _flatten_result(result), as_json)
 
