@@ -239,7 +239,7 @@ class Commands:
             preset: demo, demo-chat, debug or production.
             rows: Rows to show per source.
             tokens: Tokens to show per row, from its start and its end.
-            html: Write an HTML page to this file instead.
+            html: Also write an HTML page to this file.
             as_json: Print unrounded JSON only.
         """
         resolved = self._resolve(config, preset, purpose="data")
@@ -252,7 +252,7 @@ class Commands:
             sys.stderr.write(f"wrote {html}\n")
         if as_json:
             _print_json(report)
-        elif html is None:
+        else:
             print_report(report, sys.stdout.write, use_color=sys.stdout.isatty())
 
     def tokenizer_train(

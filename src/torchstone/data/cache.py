@@ -63,7 +63,9 @@ MIN_POOL_BYTES = 4_000_000
 MAX_DETECTION_ROWS = 1000
 LINES_PER_FILE = 1 << 40
 BAD_ROWS_FILE = "bad-rows.jsonl"
-FILES = ("ids.bin", "labels.bin", "lengths.bin", "loss_tokens.bin", "origins.bin", BAD_ROWS_FILE)
+FILES = (
+    "ids.bin", "labels.bin", "lengths.bin", "row_lengths.bin", "loss_tokens.bin", "origins.bin", BAD_ROWS_FILE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ class TokenCache:
         self.origins = _memmap(folder / "origins.bin", np.dtype(np.int64))
         self.ids = _memmap(folder / "ids.bin", np.dtype(meta["id_type"]))
         self.labels = _memmap(folder / "labels.bin", np.dtype(np.int32)) if meta["has_labels"] else self.ids
+        # The tokens of every good row before it was cut or dropped; None in a cache of an earlier version.
+        path = folder / "row_lengths.bin"
+        self.row_lengths = _memmap(path, np.dtype(np.uint32)) if path.exists() else None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -284,7 +289,9 @@ class _CacheBuilder:
         """Returns to the last journal entry and cuts off what was written after it; False if no entry is valid."""
         journal = read_json_or_empty(self.work / "journal.json")
         sizes = journal.get("sizes", {})
-        if journal.get("key") != self.key or any((self.work / n).stat().st_size < size for n, size in sizes.items()):
+        if journal.get("key") != self.key or sizes.keys() != {*FILES}:
+            return False
+        if any((self.work / n).stat().st_size < size for n, size in sizes.items()):
             return False
         for name, size in sizes.items():
             os.truncate(self.work / name, size)
@@ -347,6 +354,7 @@ class _CacheBuilder:
             "ids.bin": encoded.ids,
             "labels.bin": encoded.labels,
             "lengths.bin": encoded.lengths.astype(np.uint32),
+            "row_lengths.bin": encoded.row_lengths.astype(np.uint32),
             "loss_tokens.bin": encoded.loss_tokens.astype(np.uint32),
             "origins.bin": encoded.lines + chunk.end.file * LINES_PER_FILE,
         }

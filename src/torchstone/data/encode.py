@@ -127,11 +127,15 @@ class BadRowRecord(NamedTuple):
 
 @dataclass
 class EncodedChunk:
-    """The concatenated sequences of a chunk, their lengths, and the lines they came from."""
+    """The concatenated sequences of a chunk, their lengths, and the lines they came from.
+
+    `row_lengths` has the tokens of every good row before it is cut or dropped.
+    """
 
     ids: np.ndarray
     labels: np.ndarray | None
     lengths: np.ndarray
+    row_lengths: np.ndarray
     loss_tokens: np.ndarray
     lines: np.ndarray
     counts: RowCounts
@@ -154,14 +158,18 @@ class Encoder:
                 rows.append(row)
         self.counts.rows = len(rows) + len(bad_rows)
         sequences: list[tuple[int, TokenSequence]] = []
+        row_lengths: list[int] = []
         for row, encoded in zip(rows, self._encode_rows(rows), strict=True):
             if isinstance(encoded, BadRow):
                 bad_rows.append(encoded)
             else:
+                row_lengths.append(len(encoded.ids))
                 sequences += [(row.line, sequence) for sequence in self._fit_length(row, encoded)]
-        return self._to_chunk(sequences, sorted(bad_rows, key=lambda row: row.line))
+        return self._to_chunk(sequences, row_lengths, sorted(bad_rows, key=lambda row: row.line))
 
-    def _to_chunk(self, sequences: list[tuple[int, TokenSequence]], bad_rows: list[BadRow]) -> EncodedChunk:
+    def _to_chunk(
+        self, sequences: list[tuple[int, TokenSequence]], row_lengths: list[int], bad_rows: list[BadRow]
+    ) -> EncodedChunk:
         empty: np.ndarray = np.zeros(0, dtype=np.int64)
         ids = np.concatenate([empty, *(s.ids for _, s in sequences)]).astype(self.config.id_dtype)
         labels = None
@@ -175,6 +183,7 @@ class Encoder:
             ids,
             labels,
             np.array([len(s.ids) for _, s in sequences], dtype=np.int64),
+            np.array(row_lengths, dtype=np.int64),
             loss_tokens,
             np.array([line for line, _ in sequences], dtype=np.int64),
             self.counts,
