@@ -146,6 +146,18 @@ class TestRows:
         with pytest.raises(UsageError, match="2 column mappings for 1 path"):
             api.train_tokenizer("q.jsonl", "new", columns="[{text: answer}, {text: question}]")
 
+    def test_evaluate_reads_the_same_columns(self, tmp_path: Path, llama_dir: Path) -> None:
+        columns = {"instruction": "question", "output": "answer"}
+        cache_dir = str(tmp_path / "cache")
+        mapped = write_rows(tmp_path / "q.jsonl", QUESTIONS)
+        ours = write_rows(
+            tmp_path / "ours.jsonl", [{name: row[key] for name, key in columns.items()} for row in QUESTIONS]
+        )
+        expected = api.evaluate(str(llama_dir), str(ours), 1, 64, "cpu", cache_dir, quiet=True)
+        result = api.evaluate(str(llama_dir), str(mapped), 1, 64, "cpu", cache_dir, quiet=True, columns=columns)
+        assert {**result, "data": ""} == {**expected, "data": ""}
+        assert (result["samples"], result["questions"]) == (4, 1)
+
 
 class TestSuggestions:
     @pytest.mark.parametrize(
