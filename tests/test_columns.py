@@ -105,6 +105,15 @@ class TestRows:
         other = build_cache(path, tokenizer, prompt="answer", completion="question")
         assert sequences(other) != sequences(cache)
 
+    def test_without_a_mapping_the_cache_key_is_that_of_earlier_versions(self, tokenizer: Tokenizer) -> None:
+        names = {
+            "tokenizer", "vocab_size", "eos_id", "template", "special_tokens", "shape", "limit", "on_long_row",
+            "train_on",
+        }  # fmt: skip
+        assert tokenizer.encoding_config("text", None, "").cache_key().keys() == names
+        mapped = tokenizer.encoding_config("text", None, "", columns={"text": "content"}).cache_key()
+        assert mapped.keys() == names | {"columns"}
+
     def test_a_mapped_format_wins_over_the_keys_that_a_row_has_anyway(self, tmp_path: Path) -> None:
         row = {"messages": [{"role": "user", "content": "a"}], "text": "b", "content": "c", "prompt": "d"}
         path = write_rows(tmp_path / "a.jsonl", [row])

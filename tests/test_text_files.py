@@ -94,6 +94,14 @@ class TestTables:
         with pytest.raises(BadRow, match=r"a.csv:3: not CSV: a quote is not closed"):
             list(read_rows(tmp_path / "a.csv"))
 
+    def test_one_endless_line_is_refused_before_it_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(text_files, "MAX_FIELD", 1000)
+        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\nx\n" + b"y" * 100_000))
+        with pytest.raises(DataError, match=r"a.csv.gz: after line 2: a line has more than 1000 bytes"):
+            list(read_rows(tmp_path / "a.csv.gz"))
+
     @pytest.mark.parametrize(
         ("content", "reason"),
         [(b"text,text\na,b\n", "has 'text' twice"), (b"", "it needs a header"), (b"te\xffxt\na\n", "is not UTF-8")],
@@ -233,3 +241,14 @@ class TestCommands:
         report = api.train_tokenizer(name, "new", 300, quiet=True, columns=columns)
         assert (report["measured"]["texts"], report["measured"]["bytes"]) == (1, len(text))
         assert json.loads(json.dumps(report)) == report
+
+    def test_a_single_text_cannot_be_split_for_validation(self, tmp_path: Path, tokenizer_dir: Path) -> None:
+        (tmp_path / "a.txt").write_text("One line.\nAnother line.\nAnd a third.\n")
+        settings: dict[str, Any] = {
+            "model.tokenizer": str(tokenizer_dir), "data.path": str(tmp_path / "a.txt"), "data.validation_split": 0.3,
+            "data.cache_dir": str(tmp_path / "cache"), "observe.console": "quiet",
+        }  # fmt: skip
+        with pytest.raises(DataError, match=r"0.3 of 1 rows leaves none for training\n.*--data.format lines"):
+            api.prepare(overrides=settings)
+        result = api.prepare(overrides=settings | {"data.format": "lines", "data.packing": False})
+        assert (result["samples"], result["validation_samples"]) == (2, 1)

@@ -146,7 +146,9 @@ def split_validation(origins: np.ndarray, share: float, seed: int) -> tuple[np.n
     if num_validation >= num_rows:
         raise DataError(
             f"data.validation_split {share:g} of {num_rows} rows leaves none for training",
-            "use a smaller --data.validation_split",
+            "use a smaller --data.validation_split"
+            if num_rows > 1
+            else "a .txt file is one row: use --data.validation_path, or --data.format lines to make every line a row",
         )
     is_validation: np.ndarray = np.zeros(num_rows, dtype=bool)
     is_validation[np.random.default_rng([seed, 0x5EED]).permutation(num_rows)[:num_validation]] = True

@@ -166,12 +166,14 @@ def read_chunks(
 
 
 def parse_rows(chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row | BadRow]:
-    """Yields the rows of a chunk, and a BadRow for each bad one. Blank lines are not rows.
+    """The rows of a chunk, and a BadRow for each bad one. Blank lines are not rows.
 
     `columns` has our name for a column of the data: {"prompt": "question"}.
     """
-    for row in _parse_rows(chunk, columns):
-        yield row if isinstance(row, BadRow) or not columns else _rename_columns(row, columns)
+    rows = _parse_rows(chunk, columns)
+    if not columns:
+        return rows
+    return (row if isinstance(row, BadRow) else _rename_columns(row, columns) for row in rows)
 
 
 def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row | BadRow:
@@ -365,6 +367,8 @@ def _csv_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
                 yield chunk()
         except DECOMPRESSION_ERRORS as error:
             raise _damaged_file(path, line, error) from None
+        except ValueError as error:
+            raise DataError(f"{path}: after line {line}: {error}") from None
 
 
 def _csv_header(path: Path, fields: list[str] | str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import IO
 
 PIECE_BYTES = 1 << 21
-# Without a limit, a quote that is never closed would read the rest of the file into one field.
+# The limit of a field and of a line. A quote that is never closed would read the rest of the file into one field.
 MAX_FIELD = 1 << 28
 
 
@@ -40,11 +40,10 @@ def _last_break(block: bytes) -> int:
 def read_records(stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yields the first line of each record, and its fields or what is wrong with it. Blank lines are not records.
 
-    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`).
+    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`). Raises ValueError for a line that is too long.
     """
     csv.field_size_limit(max(csv.field_size_limit(), MAX_FIELD))
-    lines = (line.decode("utf-8", "surrogateescape").removeprefix("\ufeff") for line in stream)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    reader = csv.reader(_read_lines(stream), delimiter=delimiter, strict=True)
     while True:
         line = reader.line_num + 1
         try:
@@ -57,3 +56,10 @@ def read_records(stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, list[
             continue
         if fields:
             yield line, fields
+
+
+def _read_lines(stream: IO[bytes]) -> Iterator[str]:
+    while line := stream.readline(MAX_FIELD + 1):
+        if len(line) > MAX_FIELD:
+            raise ValueError(f"a line has more than {MAX_FIELD} bytes")
+        yield line.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
