@@ -212,9 +212,9 @@ class TestDamage:
             list(read_rows(tmp_path / name))
 
     def test_unsupported_files_are_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("hello")
-        with pytest.raises(UsageError, match=r".txt files are not supported"):
-            find_files(str(tmp_path / "a.txt"))
+        (tmp_path / "a.md").write_text("hello")
+        with pytest.raises(UsageError, match=r".md files are not supported"):
+            find_files(str(tmp_path / "a.md"))
         (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
         with pytest.raises(DataError, match=r"its contents are .gz data"):
             list(read_rows(tmp_path / "a.jsonl"))

@@ -44,7 +44,7 @@ from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.parallel.runner import Runner
 from torchstone.training import schedule
 from torchstone.training.checks import check_saved_state
-from torchstone.training.schedule import describe_saving, plan_schedule
+from torchstone.training.schedule import check_loss_tokens, describe_saving, plan_schedule
 from torchstone.training.state import Progress
 from torchstone.training.step import compute_gradients, validation_loss
 
@@ -296,6 +296,9 @@ class FixedSamples(Samples):
     def get(self, index: int) -> list[TokenSequence]:
         raise NotImplementedError
 
+    def origin(self, index: int) -> str:
+        return f"data.jsonl:{index + 1}"
+
 
 def fixed_data(
     lengths: list[int], batch_size: int, sizes: list[int] | None = None, weights: list[float] | None = None
@@ -399,6 +402,47 @@ class TestRunLength:
     )
     def test_the_schedule_of_checkpoints_in_words(self, checkpoint: dict[str, Any], words: str) -> None:
         assert describe_saving(CheckpointConfig(**checkpoint)) == words
+
+
+class TestMaskedSteps:
+    @pytest.mark.parametrize("seed", range(12))
+    def test_the_first_step_without_loss_tokens_is_found(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        """For random data, orders, lengths of the run and points to resume from; the steps are drawn as in training."""
+        # So that the check crosses chunks.
+        monkeypatch.setattr(schedule, "DRAWS_PER_CHUNK", 7)
+        rng = np.random.default_rng(seed)
+        found = 0
+        for _ in range(40):
+            size, batch_size, weighted = int(rng.integers(2, 12)), int(rng.integers(1, 6)), bool(rng.integers(2))
+            mixture = {"sizes": [1, size - 1], "weights": [3.0, 1.0]} if weighted else {}
+            data = fixed_data([10] * size, batch_size, **mixture)
+            data.train.loss_tokens = np.where(rng.random(size) < rng.random(), 0, 9)
+            training = TrainingConfig(seed=seed, max_epochs=float(rng.integers(1, 9)) / 2)
+            config = Config(data=DataConfig(shuffle=bool(rng.integers(2))), training=training)
+            progress = Progress(step=(done := int(rng.integers(3))), samples=done * batch_size)
+            plan = plan_schedule(config, data, progress)
+            sampler = data.sampler(seed, config.data.shuffle, progress.samples)
+            expected = None
+            for step in range(progress.step + 1, (plan.total_steps or 0) + 1):
+                samples = sampler.take(min(batch_size, plan.end(progress)[1] - sampler.consumed_samples))
+                if data.train.loss_tokens[samples].sum() == 0:
+                    expected = f"step {step} has no loss tokens: all labels of its {len(samples)} samples are masked"
+                    break
+            if expected is None:
+                check_loss_tokens(config, data, plan, progress)
+            else:
+                found += 1
+                with pytest.raises(DataError, match=expected):
+                    check_loss_tokens(config, data, plan, progress)
+        assert 5 < found < 35
+
+    @pytest.mark.parametrize("mode", ["infinite", None])
+    def test_a_run_of_any_length_is_checked_in_bounded_time(self, mode: Any) -> None:
+        """Every step has one of the two samples without a mask."""
+        training = TrainingConfig(mode=mode, max_steps=None if mode else 10**12)
+        config, data = Config(training=training, data=DataConfig(shuffle=False)), fixed_data([10] * 4, 2)
+        data.train.loss_tokens = np.array([9, 0, 9, 0])
+        check_loss_tokens(config, data, plan_schedule(config, data, Progress()), Progress())
 
 
 class TestProgress:

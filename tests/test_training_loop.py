@@ -216,12 +216,18 @@ class TestMinibatches:
         state = json.loads((folder / "checkpoints/step-00000006/state.json").read_text())
         assert state["loss_tokens"] == sum(line["loss_tokens"] for line in lines)
 
-    def test_a_step_without_loss_tokens_is_an_error(self, settings: Settings, tmp_path: Path) -> None:
+    def test_a_step_without_loss_tokens_is_found_before_the_first_step(
+        self, settings: Settings, tmp_path: Path
+    ) -> None:
         rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3] if n == 0 else [-100] * 3} for n in range(4)]
         path = write_rows(tmp_path / "masked.jsonl", rows)
         overrides = settings(data__path=str(path), data__shuffle=False, training__global_batch_size=2)
-        with pytest.raises(DataError, match="step 2 has no loss tokens"):
+        expected = f"step 2 has no loss tokens: all labels of its 2 samples are masked .{path}:3, {path}:4.\n.* larger"
+        with pytest.raises(DataError, match=expected):
             train(overrides)
+        assert not (Path(overrides["output_dir"]) / "metrics.jsonl").exists()
+        # A run that ends before that step trains.
+        assert len(train(overrides | {"training.max_steps": 1})[1]) == 1
 
 
 class TestIntervals:

@@ -30,7 +30,7 @@ from torchstone.checkpoint.model_folder import (
     stored_parameter_count,
 )
 from torchstone.checkpoint.save import STATE_FILE
-from torchstone.config.load import from_dict, load_config, read_config_layers, resolve, to_dict
+from torchstone.config.load import convert_value, from_dict, load_config, read_config_layers, resolve, to_dict
 from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig
 from torchstone.data.formats import TEXT_FORMATS, Message
 from torchstone.data.inspect import inspect_sources
@@ -224,8 +224,13 @@ def train_tokenizer(
     skip_bad_rows: bool = False,
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
+    columns: str | Mapping[str, str] = "",
+    bos: bool = True,
 ) -> dict[str, Any]:
-    """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report."""
+    """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report.
+
+    `columns` is as in data.columns. With `bos` the tokenizer begins every text with a BOS token.
+    """
     check_target(Path(folder))
     console = Console("quiet" if quiet else "auto")
     names = [_data_path(name, cache_dir, console) for name in ([data] if isinstance(data, str) else data)]
@@ -238,6 +243,8 @@ def train_tokenizer(
         min_frequency=min_frequency,
         max_bytes=max_bytes,
         stop_on_bad_row=not skip_bad_rows,
+        columns=convert_value("data.columns", columns),
+        bos=bos,
         console=console,
     )
     save_tokenizer(tokenizer, Path(folder))
@@ -253,6 +260,7 @@ def evaluate(
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
     trust_remote_code: bool = False,
+    columns: str | Mapping[str, str] = "",
     *,
     extract: str | None = None,
     max_tokens: int | None = None,
@@ -261,7 +269,7 @@ def evaluate(
     """Returns the loss of a model (run, checkpoint, folder or name on the hub) over `data`; for conversations also the
     exact match.
 
-    `questions` is the number of rows to answer, None for all. `extract` is a regular expression for what is compared of
+    `columns` is as in data.columns. `questions` is the number of rows to answer, None for all. `extract` is a regular expression for what is compared of
     an answer of at most `max_tokens` tokens. `overrides` are config keys such as data.on_bad_row.
     """
     console, options = Console("quiet" if quiet else "auto"), AnswerOptions(questions, max_tokens, extract)
@@ -274,7 +282,8 @@ def evaluate(
         "system.device": device,
         "training.global_batch_size": 64,
     }
-    settings |= ({} if context_length is None else {"data.context_length": context_length}) | dict(overrides or {})
+    optional = {"data.context_length": context_length, "data.columns": columns or None}
+    settings |= {key: value for key, value in optional.items() if value is not None} | dict(overrides or {})
     layers = read_config_layers(None, None, settings)
     config = resolve(layers)
     torch_device = select_device(config.system)

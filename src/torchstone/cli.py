@@ -283,7 +283,7 @@ class Commands:
             preset: demo, demo-chat, debug or production.
             rows: Rows to show per source.
             tokens: Tokens to show per row, from its start and its end.
-            html: Write an HTML page to this file instead.
+            html: Also write an HTML page to this file.
             as_json: Print unrounded JSON only.
         """
         resolved = self._resolve(config, preset, purpose="data")
@@ -296,7 +296,7 @@ class Commands:
             heartbeat.print_line(f"wrote {html}")
         if as_json:
             _print_json(report)
-        elif html is None:
+        else:
             print_report(report, sys.stdout.write, use_color=sys.stdout.isatty())
 
     def tokenizer_train(
@@ -308,10 +308,12 @@ class Commands:
         vocab_size: PositiveInt = 32768,
         special: str = "",
         chat_template: str = "chatml",
+        bos: bool = True,
         pattern: Literal["gpt2", "gpt4", "gpt4o", "qwen2"] = "gpt4",
         min_frequency: PositiveInt = 2,
         max_bytes: PositiveInt | None = None,
         skip_bad_rows: bool = False,
+        columns: str = "",
         cache_dir: str = "cache/datasets",
         as_json: JsonFlag = False,
     ) -> None:
@@ -323,10 +325,12 @@ class Commands:
             vocab_size: Vocabulary size, including special tokens.
             special: Additional special tokens, separated by commas.
             chat_template: A file, or chatml, llama3, alpaca, plain, none; its special tokens are added.
+            bos: Begin every text with a BOS token, so that its first token is learned too.
             pattern: How texts are split into words.
             min_frequency: How often a pair of tokens must occur to be merged.
             max_bytes: Stop reading after this many bytes of text.
             skip_bad_rows: Skip rows that cannot be read, instead of stopping.
+            columns: Names of the data's columns, such as text=content (see data.columns).
             cache_dir: Folder of the built-in data.
             as_json: Print the result as JSON.
         """
@@ -344,6 +348,8 @@ class Commands:
             skip_bad_rows,
             cache_dir,
             quiet=as_json,
+            columns=columns,
+            bos=bos,
         )
         _print_result(result if as_json else _flatten_result(result), as_json)
 
@@ -410,6 +416,7 @@ class Commands:
         context_length: PositiveInt | None = None,
         chat_template: str | None = None,
         device: Device = "auto",
+        columns: str = "",
         cache_dir: str = "cache/datasets",
         trust_remote_code: bool = False,
         as_json: JsonFlag = False,
@@ -425,6 +432,7 @@ class Commands:
             context_length: Maximum row length in tokens; by default 1024, or the model's maximum if smaller.
             chat_template: A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own.
             device: auto, cpu or cuda.
+            columns: Names of the data's columns, such as prompt=question,completion=answer (see data.columns).
             cache_dir: Folder of the token cache.
             trust_remote_code: Run code from the model's folder.
             as_json: Print unrounded JSON only.
@@ -434,7 +442,8 @@ class Commands:
         template = {} if chat_template is None else {"data.chat_template": chat_template}
         result = api.evaluate(
             source, data, None if questions == "all" else questions, context_length, device, cache_dir, as_json,
-            trust_remote_code, extract=extract, max_tokens=max_tokens, overrides=template | dict(self.config_flags),
+            trust_remote_code, columns, extract=extract, max_tokens=max_tokens,
+            overrides=template | dict(self.config_flags),
         )  # fmt: skip
         examples = result.get("examples", [])
         _print_result({key: value for key, value in result.items() if as_json or key != "examples"}, as_json)

@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
+
 from torchstone.config.files import read_config_file
 from torchstone.config.other_names import NOT_HERE, OTHER_NAMES
 from torchstone.config.schema import (
@@ -46,6 +48,9 @@ ALIASES = {
     "optim.lr": "optim.learning_rate",
     "max_steps": "training.max_steps",
 }
+# Keys whose value is a mapping, or a list of them. Each entry is also a key of its own: data.columns.prompt.
+MAPPINGS = ("data.columns",)
+MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
@@ -152,6 +157,11 @@ def _fine_tuning_defaults(settings: Mapping[str, Setting]) -> dict[str, Setting]
         # The number of steps is set, or the run has no end to take a share of.
         del defaults["optim.warmup_ratio"]
     return _collect_overrides(defaults, "the defaults with model.path")
+
+
+def convert_value(key: str, value: Any) -> Any:
+    """A value for `key`, as from a file or a command line, in the type of its field."""
+    return _convert(value, field_types()[key], key)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -291,6 +301,12 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
     for name, value, origin in values:
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
+        parent, _, entry = key.rpartition(".")
+        if parent in MAPPINGS:
+            # One entry of a mapping. Its setting has a name of its own, so that it cannot replace a whole mapping.
+            before = settings[parent].value if parent in settings else {}
+            key, name = parent, f"{parent}.NAME"
+            value = before | {entry: value} if isinstance(before, dict) else before
         if key not in field_types():
             raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
         if key in settings and settings[key].name != name:
@@ -387,6 +403,8 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         return str(value)
     if origin is tuple:
         return _convert_tuple(value, annotation, key)
+    if origin is dict:
+        return _convert_mapping(value, annotation, key)
     return _convert_plain(value, annotation, key)
 
 
@@ -397,7 +415,32 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
     return _convert(value, inner, key)
 
 
+def _convert_mapping(value: Any, annotation: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{key} must be a mapping, not {value!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+    name_type, type_ = get_args(annotation)
+    return {_convert(name, name_type, key): _convert(inner, type_, f"{key}.{name}") for name, inner in value.items()}
+
+
+def _read_mappings(text: str, key: str) -> list[Any]:
+    """The mappings in `prompt=question,completion=answer`, or in YAML: `{prompt: question}` or a list of these."""
+    if text.lower() in NULL_WORDS:
+        return []
+    if text.strip().startswith(("{", "[")):
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UsageError(f"{key} is not YAML: {text}", f"write it as --{key} {MAPPING_EXAMPLE}") from None
+        return value if isinstance(value, list) else [value]
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise UsageError(f"{key} must be a mapping, not {text!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+    return [{name.strip(): value.strip() for name, _, value in pairs}] if pairs else []
+
+
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
+    if key in MAPPINGS:
+        value = _read_mappings(value, key) if isinstance(value, str) else [value] if isinstance(value, dict) else value
     if isinstance(value, str) and value.lstrip().startswith('["'):
         # The strings of a JSON list may have commas.
         with suppress(ValueError):

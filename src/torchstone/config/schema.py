@@ -35,7 +35,12 @@ class Range:
 
 
 Device = Literal["auto", "cpu", "cuda"]
-Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
+Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document", "lines"]
+# The keys of all row formats.
+Column = Literal[
+    "input_ids", "labels", "len", "messages", "conversations", "tools", "system", "unmask", "prompt", "completion",
+    "instruction", "input", "output", "history", "text", "document",
+]  # fmt: skip
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FamilyName = Literal[
     "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text", "phi3", "gpt2"
@@ -112,13 +117,17 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: tuple[str, ...] | None = None
-    """Training data: a file (JSONL, .gz, .zst, parquet), folder, glob or hub:org/name; several with commas."""
+    """Training data: a file (JSONL, CSV, text, parquet), folder, glob or hub:org/name; several with commas."""
 
     weights: tuple[PositiveFloat, ...] = ()
     """Relative share of the samples from each path; without weights every row is seen once per epoch."""
 
     format: tuple[Format, ...] = ("auto",)
-    """Row format, one for all paths or one for each; auto detects it from the keys of the first row."""
+    """Row format, one for all paths or one for each; auto detects it from the keys of the first row. lines: every line
+    of a .txt file is a document, instead of the file."""
+
+    columns: tuple[dict[Column, str], ...] = ()
+    """Names of the data's columns, as prompt=question,completion=answer; one mapping for all paths or a list."""
 
     context_length: PositiveInt = 1024
     """Maximum sequence length in tokens; for packed text, the length of every row."""
@@ -537,6 +546,15 @@ RULES = [
         lambda c: len(c.data.format) not in (1, len(c.data.path or ())),
         "data.format {c.data.format} and data.path {c.data.path} have different lengths",
         "give one format for all paths, or one per path",
+    ),
+    Rule(
+        "data.columns",
+        lambda c: any(
+            len(c.data.columns) > 1 and len(c.data.columns) != len(paths)
+            for paths in (c.data.path or (), c.data.validation_path or c.data.columns)
+        ),
+        "data.columns has {c.data.columns}, which is not one mapping per path of data.path and data.validation_path",
+        "give one mapping for all paths, or one per path",
     ),
     Rule(
         "data.validation_split",

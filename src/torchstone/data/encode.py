@@ -65,6 +65,7 @@ class EncodingConfig:
     max_length: int | None
     on_long_row: str
     train_on: str = "assistant"
+    columns: dict[str, str] = field(default_factory=dict)
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -78,7 +79,8 @@ class EncodingConfig:
     def cache_key(self) -> dict[str, Any]:
         """The values by their original names, so that the keys of existing caches stay valid."""
         names = {"row_format": "shape", "max_length": "limit"}
-        return {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        values = {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        return values if self.columns else {name: value for name, value in values.items() if name != "columns"}
 
 
 @dataclass
@@ -125,11 +127,15 @@ class BadRowRecord(NamedTuple):
 
 @dataclass
 class EncodedChunk:
-    """The concatenated sequences of a chunk, their lengths, and the lines they came from."""
+    """The concatenated sequences of a chunk, their lengths, and the lines they came from.
+
+    `row_lengths` has the tokens of every good row before it is cut or dropped.
+    """
 
     ids: np.ndarray
     labels: np.ndarray | None
     lengths: np.ndarray
+    row_lengths: np.ndarray
     loss_tokens: np.ndarray
     lines: np.ndarray
     counts: RowCounts
@@ -145,21 +151,25 @@ class Encoder:
         self.counts = RowCounts()
         rows: list[Row] = []
         bad_rows: list[BadRow] = []
-        for row in parse_rows(chunk):
+        for row in parse_rows(chunk, self.config.columns):
             if isinstance(row, BadRow):
                 bad_rows.append(row)
             else:
                 rows.append(row)
         self.counts.rows = len(rows) + len(bad_rows)
         sequences: list[tuple[int, TokenSequence]] = []
+        row_lengths: list[int] = []
         for row, encoded in zip(rows, self._encode_rows(rows), strict=True):
             if isinstance(encoded, BadRow):
                 bad_rows.append(encoded)
             else:
+                row_lengths.append(len(encoded.ids))
                 sequences += [(row.line, sequence) for sequence in self._fit_length(row, encoded)]
-        return self._to_chunk(sequences, sorted(bad_rows, key=lambda row: row.line))
+        return self._to_chunk(sequences, row_lengths, sorted(bad_rows, key=lambda row: row.line))
 
-    def _to_chunk(self, sequences: list[tuple[int, TokenSequence]], bad_rows: list[BadRow]) -> EncodedChunk:
+    def _to_chunk(
+        self, sequences: list[tuple[int, TokenSequence]], row_lengths: list[int], bad_rows: list[BadRow]
+    ) -> EncodedChunk:
         empty: np.ndarray = np.zeros(0, dtype=np.int64)
         ids = np.concatenate([empty, *(s.ids for _, s in sequences)]).astype(self.config.id_dtype)
         labels = None
@@ -173,6 +183,7 @@ class Encoder:
             ids,
             labels,
             np.array([len(s.ids) for _, s in sequences], dtype=np.int64),
+            np.array(row_lengths, dtype=np.int64),
             loss_tokens,
             np.array([line for line, _ in sequences], dtype=np.int64),
             self.counts,
@@ -213,9 +224,13 @@ class Encoder:
         by_word = self._encode_by_word(texts)
         remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
         encodings = iter(self.tokenizer.encode_batch_fast(remaining, add_special_tokens=False))
-        for word_ids in by_word:
-            ids = prefix + (next(encodings).ids if word_ids is None else word_ids) + suffix
-            array = np.array(ids if ids[-1:] == [eos_id] else [*ids, eos_id], dtype=np.int64)
+        for row, word_ids in zip(rows, by_word, strict=True):
+            ids = next(encodings).ids if word_ids is None else word_ids
+            # A piece of a large text file has no special tokens where the text goes on.
+            ids = (prefix if row.starts_text else []) + ids + (suffix if row.ends_text else [])
+            if row.ends_text and ids[-1:] != [eos_id]:
+                ids.append(eos_id)
+            array = np.array(ids, dtype=np.int64)
             yield TokenSequence(array, array)
 
     def _encode_tokens(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torchstone.data.sources import Row
+from torchstone.data.sources import NO_COLUMNS, Row
 from torchstone.errors import UsageError
 
 IGNORE_INDEX = -100
-RowFormat = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
+RowFormat = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document", "lines"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 Message = dict[str, Any]
 
@@ -29,8 +30,10 @@ FORMAT_KEYS: dict[RowFormat, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
     "document": ("document",),
+    # Every line of a text file; detection never gets here.
+    "lines": ("text",),
 }
-TEXT_FORMATS: tuple[RowFormat, ...] = ("text", "document")
+TEXT_FORMATS: tuple[RowFormat, ...] = ("text", "document", "lines")
 CHAT_FORMATS: tuple[RowFormat, ...] = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
@@ -58,15 +61,48 @@ class Conversation:
     train_from: int = 0
 
 
-def detect_format(row: Row) -> RowFormat:
+# Names that other datasets give to the columns of a row format; `suggest_columns` knows them.
+MESSAGES_NAMES = {"conversation", "chat", "dialog", "dialogue", "dialogs", "turns"}
+PROMPT_NAMES = {"question", "query", "problem", "prompt", "instruction", "input", "user", "source", "context"}
+COMPLETION_NAMES = {"answer", "response", "solution", "completion", "output", "assistant", "target", "reply"}
+TEXT_NAMES = {"content", "contents", "body", "article", "story", "passage", "raw_content", "code"}
+
+
+def detect_format(row: Row, columns: Mapping[str, str] = NO_COLUMNS) -> RowFormat:
+    """The first format whose keys the row has. If columns are mapped, the format has at least one of them."""
     for row_format, keys in FORMAT_KEYS.items():
-        if all(key in row.value for key in keys):
+        if all(key in row.value for key in keys) and (not columns or columns.keys() & {*keys}):
             return row_format
-    formats = ", or ".join(" and ".join(keys) for keys in FORMAT_KEYS.values())
+    formats = ", or ".join(dict.fromkeys(" and ".join(keys) for keys in FORMAT_KEYS.values()))
     raise row.error(
         f"unknown row format: its keys are {', '.join(row.value) or 'none'}",
-        f"a row has {formats}; --data.format sets the format",
+        f"{suggest_columns(row.value)}\n  a row has {formats}; --data.format sets the format",
     )
+
+
+def suggest_columns(value: dict[str, Any]) -> str:
+    """The --data.columns that a row with these keys may need, from their names and the types of their values."""
+
+    def find(names: set[str], type_: type) -> str | None:
+        return next((key for key in value if key.lower() in names and isinstance(value[key], type_)), None)
+
+    strings = [key for key, inner in value.items() if isinstance(inner, str)]
+    for key, inner in value.items():
+        first = inner[0] if isinstance(inner, list) and inner else None
+        if isinstance(first, dict) and ("role" in first or "from" in first):
+            return f"use --data.columns {'messages' if 'role' in first else 'conversations'}={key}"
+    if name := find(MESSAGES_NAMES, object):
+        return f"use --data.columns messages={name}"
+    question, answer = find(PROMPT_NAMES, str), find(COMPLETION_NAMES, str)
+    if question is None and answer is None and len(strings) == 2 and not find(TEXT_NAMES, str):
+        question, answer = strings
+    if question and answer:
+        return (
+            f"use --data.columns prompt={question},completion={answer}, or instruction={question},output={answer} to "
+            "put them into the chat template"
+        )
+    name = find(TEXT_NAMES, str) or (strings[0] if len(strings) == 1 else "NAME")
+    return f"use --data.columns text={name}" + (" with the name of the column to train on" if name == "NAME" else "")
 
 
 def read_text(row: Row, row_format: RowFormat) -> str:

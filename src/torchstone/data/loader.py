@@ -24,7 +24,7 @@ from torchstone.config.schema import (
     DataConfig,
 )
 from torchstone.data.batch_sizes import BatchSizes, drop_preset_sizes, resolve_batch_sizes
-from torchstone.data.cache import CacheOptions, DataSource, TokenCache, open_cache, open_source
+from torchstone.data.cache import CacheOptions, DataSource, TokenCache, columns_per_path, open_cache, open_source
 from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, MicroBatch, collate
 from torchstone.data.encode import RowCounts
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS, RowFormat, check_train_on
@@ -188,9 +188,11 @@ def open_sources(
     """Opens data sources. If data.format has one entry per path, the formats of validation paths are detected."""
     common = data.format[0] if len(data.format) == 1 else "auto"
     formats = data.format if len(data.format) > 1 and not is_validation else (common,) * len(names)
+    columns = columns_per_path(data.columns, names)
+    stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
     return [
-        open_source(name, row_format, data.on_bad_row == "stop" and not inspect_only)
-        for name, row_format in zip(names, formats, strict=True)
+        open_source(name, row_format, stop_on_bad_row, mapping, Path(data.cache_dir))
+        for name, row_format, mapping in zip(names, formats, columns, strict=True)
     ]
 
 
@@ -204,6 +206,8 @@ def tokenize_source(
 ) -> TokenCache:
     """The token cache of a source, with log lines about its rows. With `inspect_only` nothing is refused."""
     check_train_on(data.train_on)
+    for note in source.notes:
+        console.info(note)
     is_text = source.row_format in TEXT_FORMATS
     is_stream = is_text and data.packing and data.text_packing == "stream"
     on_long_row = ("split" if is_text else "drop") if data.on_long_row == "auto" else data.on_long_row
@@ -217,7 +221,7 @@ def tokenize_source(
         for token in tokenizer.unknown_template_tokens:
             console.warn(f"the chat template writes {token}, which is not a single token of {tokenizer.path}")
     encoding = tokenizer.encoding_config(
-        source.row_format, max_length, "" if max_length is None else on_long_row, data.train_on
+        source.row_format, max_length, "" if max_length is None else on_long_row, data.train_on, source.columns
     )
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
     options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from torchstone.data.encode import EncodingConfig
 from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat
+from torchstone.data.sources import NO_COLUMNS
 from torchstone.data.template import ChatTemplate, load_template
 from torchstone.errors import UsageError
 
@@ -107,7 +109,12 @@ class Tokenizer:
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encoding_config(
-        self, row_format: RowFormat, max_length: int | None, on_long_row: str, train_on: str = "assistant"
+        self,
+        row_format: RowFormat,
+        max_length: int | None,
+        on_long_row: str,
+        train_on: str = "assistant",
+        columns: Mapping[str, str] = NO_COLUMNS,
     ) -> EncodingConfig:
         has_template = row_format in CHAT_FORMATS or (row_format == "prompt" and isinstance(self.hf.chat_template, str))
         return EncodingConfig(
@@ -120,6 +127,7 @@ class Tokenizer:
             max_length=max_length,
             on_long_row=on_long_row,
             train_on=train_on if row_format in CHAT_FORMATS or row_format == "prompt" else "",
+            columns=dict(columns),
         )
 
     def decode(self, ids: list[int]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -91,7 +91,8 @@ def evaluate_file(
     results["dropped_rows"] = data.counts.dropped
     (row_format,) = data.formats
     if row_format in CHAT_FORMATS and options.max_questions != 0:
-        questions = read_questions(path, row_format, options.max_questions, config.data.max_samples)
+        columns = next(iter(config.data.columns), {})
+        questions = read_questions(path, row_format, options.max_questions, config.data.max_samples, columns)
         results |= exact_match(model, tokenizer, questions, options, console)
     return results
 
@@ -184,10 +185,12 @@ def _room(model: Model, prompt: list[int], max_new_tokens: int) -> int:
     return max(1, model.max_positions - len(prompt))
 
 
-def read_questions(path: str, row_format: RowFormat, limit: int | None, max_rows: int | None) -> list[Question]:
+def read_questions(
+    path: str, row_format: RowFormat, limit: int | None, max_rows: int | None, columns: Mapping[Any, str]
+) -> list[Question]:
     """The first `limit` rows that end with an answer. Bad rows were counted, or refused, when the loss was computed."""
     questions: list[Question] = []
-    rows = (row for chunk in read_chunks(find_files(path)) for row in parse_rows(chunk))
+    rows = (row for chunk in read_chunks(find_files(path)) for row in parse_rows(chunk, columns))
     for row in islice(rows, max_rows):
         if len(questions) == limit:
             break

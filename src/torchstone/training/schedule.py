@@ -12,9 +12,15 @@ import numpy as np
 
 from torchstone.config.schema import CheckpointConfig, Config, TrainingConfig, resolve_save_minutes
 from torchstone.data.loader import RunData
+from torchstone.errors import DataError
 from torchstone.training.state import Progress
 
 DRAWS_PER_CHUNK = 1 << 16
+# The order is checked for masked steps this far: seconds, even for more samples than anyone has.
+MAX_CHECKED_DRAWS = 1 << 25
+MAX_CHECKED_EPOCHS = 1000
+NEGLIGIBLE = 1e-9
+MAX_ROWS_SHOWN = 5
 # (step, samples)
 StepAndSamples = tuple[int, int]
 
@@ -118,6 +124,49 @@ def describe_saving(checkpoint: CheckpointConfig) -> str:
     kept = "all" if checkpoint.keep_last is None else str(checkpoint.keep_last)
     best = " and the best" if checkpoint.save_best and checkpoint.keep_last is not None else ""
     return f"saves {when}, keeping {kept}{best}"
+
+
+def check_loss_tokens(config: Config, data: RunData, schedule: TrainingSchedule, progress: Progress) -> None:
+    """Raises DataError if a step of the run has only masked labels: it would end the run there.
+
+    This takes one pass over the counts of loss tokens. Where many samples are masked it also computes the order of the
+    run, up to MAX_CHECKED_DRAWS and MAX_CHECKED_EPOCHS; a later step is checked when it is computed.
+    """
+    loss_tokens, size = data.train.loss_tokens, schedule.batch_size
+    num_masked = int((loss_tokens == 0).sum())
+    if num_masked == 0:
+        return
+    sampler = data.sampler(config.training.seed, config.data.shuffle, progress.samples)
+    steps = max(1, min(MAX_CHECKED_DRAWS, MAX_CHECKED_EPOCHS * sampler.size) // size)
+    end = progress.samples + steps * size
+    end = end if schedule.total_steps is None else min(end, schedule.end(progress)[1])
+    step = progress.step
+    # A step has every sample, or each at most twice, from two epochs. In a random order the chance is p^n.
+    is_impossible = 2 * num_masked < size
+    is_unlikely = config.data.shuffle and (num_masked / len(loss_tokens)) ** size * steps < NEGLIGIBLE
+    if not data.weights and (is_impossible or is_unlikely):
+        # Only the last step may be smaller.
+        full_steps = max(0, end - progress.samples) // size
+        step, sampler.consumed_samples = step + full_steps, progress.samples + full_steps * size
+    steps_per_chunk = max(1, DRAWS_PER_CHUNK // size)
+    while sampler.consumed_samples < end:
+        samples = sampler.take(min(steps_per_chunk * size, end - sampler.consumed_samples))
+        masked = np.flatnonzero(np.add.reduceat(loss_tokens[samples], np.arange(0, len(samples), size)) == 0)
+        if len(masked):
+            first = int(masked[0])
+            raise masked_step_error(data, step + first + 1, samples[first * size : (first + 1) * size])
+        step += -(-len(samples) // size)
+
+
+def masked_step_error(data: RunData, step: int, samples: np.ndarray) -> DataError:
+    rows = [data.train.origin(int(sample)) for sample in samples[:MAX_ROWS_SHOWN]]
+    more = f" and {len(samples) - len(rows)} more" if len(samples) > len(rows) else ""
+    return DataError(
+        f"step {step} has no loss tokens: all labels of its {len(samples)} samples are masked "
+        f"({', '.join(rows)}{more})",
+        "look at these rows with torchstone inspect-data and leave them out, or use a larger "
+        f"--training.global_batch_size than {data.batch_sizes.global_batch_size}",
+    )
 
 
 def _run_length(

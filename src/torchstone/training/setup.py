@@ -51,7 +51,7 @@ from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
 from torchstone.training.sample_text import choose_prompts
-from torchstone.training.schedule import plan_schedule
+from torchstone.training.schedule import check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
 
 
@@ -75,6 +75,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         check_identity(state.get("identity", {}), identity, checkpoint)
         progress = Progress.from_dict(state)
         _warn_about_batch_size(state, data, console)
+    schedule = plan_schedule(config, data, progress)
+    check_loss_tokens(config, data, schedule, progress)
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
@@ -86,7 +88,6 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         restore_rng_states(checkpoint, ctx, seed, console.warn)
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
-    schedule = plan_schedule(config, data, progress)
     for warning in [*schedule_warnings(schedule.total_steps, config.optim), *_batch_size_warnings(data)]:
         console.warn(warning)
     own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
