@@ -68,6 +68,16 @@ class TestPrefix:
             f"GPU2:INFO | [GPU 2] {LINE}",
         ]
 
+    def test_without_a_gpu_the_label_is_the_rank(self) -> None:
+        def use(console: Console) -> None:
+            console.warn("careful")
+            console.begin(100, 0)
+            console.step(METRICS, 330.0)
+
+        terminal, log = output_of(use, label=2, label_name="rank")
+        assert terminal == log
+        assert terminal.splitlines() == ["rank2:WARNING | careful", f"rank2:INFO | [rank 2] {LINE}"]
+
     def test_without_a_label_there_is_no_prefix(self) -> None:
         def use(console: Console) -> None:
             console.info("two\nlines")
