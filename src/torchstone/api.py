@@ -85,7 +85,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         is_mixed = config.training.precision == "bf16"
         ctx = stack.enter_context(init_distributed(config.parallel, device, is_mixed, timeout, join_timeout))
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
-        console = stack.enter_context(run_folder.open_console(config, ctx))
+        console = stack.enter_context(run_folder.open_console(config, ctx, device))
         with translate_out_of_memory("the model", device):
             run = build_run(config, console, device, ctx)
         if ctx.is_main:
