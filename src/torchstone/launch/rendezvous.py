@@ -228,7 +228,8 @@ class NodeGroup:
         address = own_address(self._endpoint)
         if position == 0:
             # A new store for every attempt: an old one holds the addresses of processes that are gone.
-            self._worker_store = _host_store(address, 0, "the store of the workers")
+            self._worker_store = host_store(address, 0)
+            print_line(f"the store of the workers listens at {address}, port {self._worker_store.port}")
             self._write("torchstone/store", [address, self._worker_store.port])
         host, port = self._read("torchstone/store")
         # The last one tells torch that the store runs in the launcher and not in rank 0.
@@ -280,8 +281,11 @@ class NodeGroup:
         host = host.strip("[]")
         timeout = timedelta(seconds=max(1, int(min(STORE_TIMEOUT, self._join_timeout))))
         if self._nodes.node_rank == 0 or (self._nodes.node_rank is None and _is_own_address(_resolve(host))):
+            address = _listen_address(host)
             try:
-                return _host_store(_listen_address(host), int(port), "the rendezvous", timeout)
+                store = host_store(address, int(port), timeout)
+                print_line(f"the rendezvous listens at {address or 'all addresses of this machine'}, port {port}")
+                return store
             except OSError as error:
                 if self._nodes.node_rank == 0 or error.errno != errno.EADDRINUSE:
                     raise
@@ -321,8 +325,11 @@ def _create_secret(file: Path) -> None:
             os.link(new.name, file)
 
 
-def _host_store(address: str, port: int, title: str, timeout: timedelta = timedelta(seconds=STORE_TIMEOUT)) -> Any:
-    """A store that listens at this address of the machine only; torch's own sockets would listen at all of them."""
+def host_store(address: str, port: int, timeout: timedelta = timedelta(seconds=STORE_TIMEOUT)) -> Any:
+    """A store that listens at this address only, at a free port for port 0; without an address, at all of them.
+
+    Torch's own sockets always listen at all addresses.
+    """
     from torch.distributed import TCPStore
 
     if address:
@@ -332,12 +339,14 @@ def _host_store(address: str, port: int, title: str, timeout: timedelta = timede
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         listener = socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
-    port = listener.getsockname()[1]
-    print_line(f"{title} listens at {address or 'all addresses of this machine'}, port {port}")
-    host = address or LOOPBACK
-    # The store closes the socket.
     return TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        address or LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        # The store closes the socket.
+        master_listen_fd=listener.detach(),
     )
 
 
