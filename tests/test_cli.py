@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tiny import flags
-from torchstone import __version__
+from torchstone import __version__, api
+from torchstone.atomic import lock_run_folder
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -270,6 +273,63 @@ class TestCommands:
         assert code == 0
         assert "using the token cache" in err
         assert "tokenizing" not in err
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """The contents and times of everything in a folder."""
+    paths = [folder, *folder.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in paths}
+
+
+def test_a_launch_into_the_folder_of_another_one_is_refused_before_anything_is_written(
+    torchstone: Command, settings: Settings
+) -> None:
+    overrides = settings()
+    folder = Path(overrides["output_dir"])
+    (folder / "logs").mkdir(parents=True)
+    with lock_run_folder(folder):
+        before = snapshot(folder)
+        code, _, err = torchstone("train", *flags(overrides), "--nproc", 2)
+        assert (code, snapshot(folder) == before) == (2, True), err
+        assert err == f"error: another process is training in {folder}\n  choose another --output-dir\n"
+
+
+@pytest.mark.parametrize(
+    ("closed", "command", "code"),
+    [
+        (">&-", "-m torchstone.cli train --preset demo --print-config", 0),
+        ("2>&-", "-m torchstone.cli train --preset demo --optim.nothing 1", 2),
+        ("<&- >&- 2>&-", "scripts/base_train.py --help", 0),
+    ],
+)
+def test_streams_that_were_never_open_do_not_change_the_exit_code(closed: str, command: str, code: int) -> None:
+    command = f"{sys.executable} {command} {closed}"
+    root = Path(__file__).parents[1]
+    result = subprocess.run(["sh", "-c", command], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
+
+
+def raise_os_error() -> object:
+    return mmap.mmap(-1, 1 << 60)
+
+
+def raise_memory_error() -> object:
+    return bytearray(1 << 62)
+
+
+def raise_runtime_error() -> object:
+    return torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("allocate", [raise_os_error, raise_memory_error, raise_runtime_error])
+def test_memory_that_the_machine_does_not_have_is_exit_code_4(
+    torchstone: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object]
+) -> None:
+    monkeypatch.setattr(api, "prepare_with_config", lambda config: allocate())
+    code, _, err = torchstone("prepare", *flags(settings())[:-1])
+    assert code == 4
+    assert err.startswith("error: the machine is out of memory: ")
+    assert "data.prepare_workers" in err
 
 
 @pytest.mark.parametrize(

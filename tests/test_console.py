@@ -72,6 +72,16 @@ class TestPrefix:
             f"GPU2:INFO | [GPU 2] {LINE}",
         ]
 
+    def test_without_a_gpu_the_label_is_the_rank(self) -> None:
+        def use(console: Console) -> None:
+            console.warn("careful")
+            console.begin(100, 0)
+            console.step(METRICS, 330.0)
+
+        terminal, log = output_of(use, label=2, label_name="rank")
+        assert terminal == log
+        assert terminal.splitlines() == ["rank2:WARNING | careful", f"rank2:INFO | [rank 2] {LINE}"]
+
     def test_without_a_label_there_is_no_prefix(self) -> None:
         def use(console: Console) -> None:
             console.info("two\nlines")
@@ -182,6 +192,44 @@ class TestTerminal:
         assert [line.split(" | ")[0] for line in log.getvalue().splitlines()] == [
             "GPU0:WARNING", "GPU0:INFO", "GPU0:INFO",
         ]  # fmt: skip
+
+    def test_a_signal_is_acknowledged_on_a_line_of_its_own_while_a_bar_is_drawn(self) -> None:
+        """The handler must not take a lock of the bar: the thread that draws it may hold it, and wait for the handler.
+
+        Every line that a thread prints draws the bar, and signals arrive all the time.
+        """
+        code = """
+import os, signal, sys, threading
+from torchstone.observe.console import Console
+from torchstone.training.stop import StopRequest, handle_stop_signals
+console = Console("bar")
+console.begin(100, 0)
+is_done = threading.Event()
+def draw():
+    while not is_done.is_set():
+        console.info("from a thread")
+threading.Thread(target=draw, daemon=True).start()
+for step in range(1, 201):
+    request = StopRequest()
+    request.step = step
+    with handle_stop_signals(request):
+        os.kill(os.getpid(), signal.SIGTERM)
+        console.info(f"line {step}")
+is_done.set()
+console.end()
+"""
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=os.environ | {"TERM": "xterm"})
+        os.close(theirs)
+        screen = b""
+        with suppress(OSError):
+            while chunk := os.read(ours, 1 << 16):
+                screen += chunk
+        os.close(ours)
+        assert process.wait(60) == 0
+        for step in range(1, 201):
+            message = f"SIGTERM: finishing step {step}, then saving; press Ctrl-C to quit without saving"
+            assert f"\r\x1b[2K{message}\r\n".encode() in screen
 
     def test_a_file_gets_lines_without_color(self) -> None:
         terminal = io.StringIO()

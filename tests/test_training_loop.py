@@ -27,7 +27,7 @@ from torchstone.checkpoint.manifest import commit_folder, list_checkpoints
 from torchstone.config import load_config
 from torchstone.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from torchstone.data.tokenize import Tokenizer
-from torchstone.errors import DataError, NumericalError, OutOfMemoryError, UsageError
+from torchstone.errors import DataError, NumericalError, OutOfMemoryError, StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run, TrainResult
 
@@ -641,6 +641,23 @@ class TestFolder:
 
 
 class TestSignals:
+    def test_ctrl_c_says_at_once_what_happens_next(self, settings: Settings, capfd: pytest.CaptureFixture[str]) -> None:
+        class Interrupt(Callback):
+            def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+                if metrics["step"] == 3:
+                    capfd.readouterr()
+                    os.kill(os.getpid(), signal.SIGINT)
+                    printed.append(capfd.readouterr().err)
+
+        printed: list[str] = []
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(StoppedBySignal, match="stopped by SIGINT after step 3, saved in"):
+                train(settings(), Interrupt())
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        assert printed == ["finishing step 3, then saving; press Ctrl-C again to quit without saving\n"]
+
     def test_a_second_interrupt_ends_at_once_and_the_handlers_are_restored(self, settings: Settings) -> None:
         class InterruptTwice(Callback):
             def on_step(self, run: Run, metrics: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         ctx = stack.enter_context(init_distributed(config.parallel, device, is_mixed, timeout, join_timeout))
         check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
-        console = stack.enter_context(run_folder.open_console(config, ctx))
+        console = stack.enter_context(run_folder.open_console(config, ctx, device))
         with translate_out_of_memory("the model", device):
             run = build_run(config, console, device, ctx)
         if ctx.is_main and run.progress.step > 0:
@@ -269,8 +269,9 @@ def evaluate(
     """Returns the loss of a model (run, checkpoint, folder or name on the hub) over `data`; for conversations also the
     exact match.
 
-    `columns` is as in data.columns. `questions` is the number of rows to answer, None for all. `extract` is a regular expression for what is compared of
-    an answer of at most `max_tokens` tokens. `overrides` are config keys such as data.on_bad_row.
+    `columns` is as in data.columns. `questions` is the number of rows to answer, None for all. `extract` is a regular
+    expression for what is compared of an answer of at most `max_tokens` tokens. `overrides` are config keys such as
+    data.on_bad_row.
     """
     console, options = Console("quiet" if quiet else "auto"), AnswerOptions(questions, max_tokens, extract)
     options.pattern()

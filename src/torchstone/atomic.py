@@ -16,6 +16,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from torchstone.errors import UsageError
+
 
 def fsync(path: Path) -> None:
     """Waits until a file, or a folder's directory entries, are on disk."""
@@ -83,6 +85,21 @@ def file_lock(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def lock_run_folder(folder: Path) -> Iterator[int]:
+    """Locks the folder of a run and returns the open file; an error if a process has locked it.
+
+    Child processes that inherit the file share the lock. It ends with the last of them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another process is training in {folder}", "choose another --output-dir") from None
+        yield lock.fileno()
 
 
 def is_locked(path: Path) -> bool:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, validators
 
 from torchstone import __version__, heartbeat
-from torchstone.atomic import write_text
+from torchstone.atomic import lock_run_folder, write_text
 from torchstone.config.help import config_table
 from torchstone.config.load import (
     ConfigLayers,
@@ -36,11 +36,12 @@ from torchstone.config.load import (
     to_dict,
 )
 from torchstone.config.schema import Config, Device, Dtype, Purpose, SystemConfig
-from torchstone.errors import NumericalError, TorchstoneError, UsageError
+from torchstone.errors import NumericalError, OutOfMemoryError, TorchstoneError, UsageError, is_out_of_memory
 from torchstone.launch import kubernetes, slurm
 from torchstone.launch.kubernetes import KubernetesJob
-from torchstone.launch.local import run_preparation, run_workers
+from torchstone.launch.local import WorkerFiles, run_preparation, run_workers
 from torchstone.launch.plan import LaunchOptions, LaunchPlan, plan_launch
+from torchstone.launch.rendezvous import SECRET_FILE
 from torchstone.launch.slurm import SlurmJob
 from torchstone.terminal import escape_controls, escape_message, is_terminal
 from torchstone.training.generation import DEFAULT_TEMPERATURE, GeneratedText, SamplingOptions
@@ -79,6 +80,9 @@ DATA_KEYS = (
 )  # fmt: skip
 KEYS_OF_COMMAND = {"chat": MODEL_KEYS, "generate": MODEL_KEYS, "evaluate": MODEL_KEYS + DATA_KEYS}
 KEYS_HELP = "Every config key is a flag: --section.key VALUE. torchstone train --help-keys lists them."
+OUT_OF_MEMORY_HINT = (
+    "end other programs, or use fewer processes (--nproc, data.prepare_workers), a smaller batch, data or model"
+)
 # Builds the config from its layers; the code in scripts/ passes its own resolver.
 Resolver = Callable[[ConfigLayers, Purpose], Config]
 
@@ -95,13 +99,14 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
     With `ignore_late_signals` a signal that comes after the command does not change the exit code.
     """
     args = sys.argv[1:] if args is None else args
+    heartbeat.open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # Characters that a terminal cannot show are escaped.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     flags: list[tuple[str, str]] = []
     try:
-        if args[:1] in (["train"], ["doctor"]):
+        if args[:1] in (["train"], ["doctor"], ["prepare"]):
             heartbeat.attach()
         if args[:1] and args[0] in COMMANDS_WITH_KEYS:
             flags, args = extract_config_flags(args)
@@ -125,20 +130,11 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
         heartbeat.discard_output(sys.stdout)
         heartbeat.discard_output(sys.stderr)
         sys.exit(141)
-    except OSError as error:
-        # A folder that is a file, a disk that is full or read-only: the user can fix it.
-        if error.filename is None and error.errno != errno.ENOSPC:
-            if _is_worker():
-                _crash(error)
-            raise
-        _fail(UsageError(f"{error.filename or 'cannot write'}: {error.strerror}"))
     except KeyboardInterrupt:
         heartbeat.print_line("interrupted")
         _exit(130)
     except Exception as error:
-        if not _is_worker():
-            raise
-        _crash(error)
+        _fail_after(error)
 
 
 def build_app(commands: Commands) -> App:
@@ -576,22 +572,26 @@ class Commands:
         return self.resolver(read_config_layers(config, preset, overrides), purpose)
 
     def _launch(self, config: Config, plan: LaunchPlan) -> None:
-        """Runs this command in several processes, after one process has checked the layout and tokenized the data."""
-        text, logs = json.dumps(to_dict(config), indent=2), _log_folder(config)
+        """Runs this command in several processes, after one process has checked the layout and tokenized the data.
+
+        The launcher of node 0 locks the run's folder before anything is written there. If no node knows its rank, the
+        worker of rank 0 does it later.
+        """
+        text, output_dir = json.dumps(to_dict(config), indent=2), Path(config.output_dir)
         command = [sys.executable, "-m", "torchstone.cli"]
-        with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
-            file, pinned = Path(folder) / "config.json", Path(folder) / "pinned.json"
+        is_first_node = plan.nodes.max_nodes == 1 or plan.nodes.node_rank == 0
+        with ExitStack() as stack:
+            lock = stack.enter_context(lock_run_folder(output_dir)) if is_first_node else None
+            # Of this launch only: workers that restart must not read the config of another one.
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchstone-")))
+            file, pinned = folder / "config.json", folder / "pinned.json"
             file.write_text(text)
             check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
             code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
-            # The workers get the commits of what is on the hub.
-            text = pinned.read_text() if code == 0 else text
-        if code == 0:
-            # In the run's folder: a file in /tmp may be gone when workers restart, weeks later.
-            logs.mkdir(parents=True, exist_ok=True)
-            write_text(logs / "config.json", text)
-            worker_command = [*command, "train", str(logs / "config.json")]
-            code = run_workers(plan, worker_command, logs, ignore_late_signals=self.ignore_late_signals)
+            if code == 0:
+                # The workers get the commits of what is on the hub.
+                files = WorkerFiles(_log_folder(config), {pinned: pinned.read_text()}, lock, output_dir / SECRET_FILE)
+                code = run_workers(plan, [*command, "train", str(pinned)], files, self.ignore_late_signals)
         if code:
             sys.exit(code)
 
@@ -708,6 +708,19 @@ def _fail(error: TorchstoneError) -> None:
         heartbeat.write_to_terminal(sys.stderr, f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
     heartbeat.write_error(error, str(error), error.exit_code)
     _exit(error.exit_code)
+
+
+def _fail_after(error: Exception) -> None:
+    """Ends the process after an exception that is not ours. What is neither memory nor files is a bug."""
+    if is_out_of_memory(error):
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        _fail(OutOfMemoryError(f"the machine is out of memory: {reason}", OUT_OF_MEMORY_HINT))
+    if isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC):
+        # A folder that is a file, a disk that is full or read-only: the user can fix it.
+        _fail(UsageError(f"{error.filename or 'cannot write'}: {error.strerror}"))
+    if _is_worker():
+        _crash(error)
+    raise error
 
 
 def _crash(error: Exception) -> None:

@@ -21,6 +21,7 @@ QUICK = {"training.max_steps": 8, "optim.warmup_steps": 2}
 
 
 def main() -> int:
+    heartbeat.open_standard_streams()
     parser = argparse.ArgumentParser(prog="python -m torchstone.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="run only a few steps, too few to learn anything")
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="output folder (default: runs/demo)")

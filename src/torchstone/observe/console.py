@@ -1,8 +1,8 @@
 """The console: a line per step or a progress bar on stderr, and a log file that gets everything.
 
-Every line of a run has a prefix such as `GPU2:INFO | ...`, so that grep finds the lines of a rank. A line is one write,
-so that lines of several ranks do not mix. rich is imported only for the progress bar. Neither a closed terminal nor a
-full disk under the log ends training.
+Every line of a run has a prefix such as `GPU2:INFO | ...` (`rank2:INFO | ...` without GPUs), so that grep finds the
+lines of a rank. A line is one write, so that lines of several ranks do not mix. rich is imported only for the progress
+bar. Neither a closed terminal nor a full disk under the log ends training.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torchstone import heartbeat
@@ -62,19 +63,20 @@ def count_text(done: int, total: int, seconds: float) -> str:
     return f"{done:,} of {total:,}, {speed:,.1f}/s, ETA {format_time((total - done) / speed) if done else '-'}"
 
 
-def add_prefix(text: str, level: Level, label: int | None) -> str:
-    """`text` as it is printed: escaped, and with the prefix of its rank on every line, if there is a label."""
+def add_prefix(text: str, level: Level, label: str | None) -> str:
+    """`text` as it is printed: escaped, and with the prefix of its rank on every line, if there is a label such as
+    `GPU2`."""
     text = escape_message(text)
     if label is None:
         return f"warning: {text}\n" if level == "WARNING" else f"{text}\n"
-    return "".join(f"GPU{label}:{level} | {line}\n" for line in text.rstrip("\n").split("\n"))
+    return "".join(f"{label}:{level} | {line}\n" for line in text.rstrip("\n").split("\n"))
 
 
 class Console:
     """Prints to `terminal` (by default stderr) in a style: `bar`, `lines`, `quiet` (warnings only) or `none`.
 
-    `label` is the number in the prefix of lines. `log`, an open file, gets every line, whatever the style. With
-    `log_opener` lines are kept in memory until `open_log` opens the log.
+    `label` is the number in the prefix of lines, and `label_name` what it counts. `log`, an open file, gets every line,
+    whatever the style. With `log_opener` lines are kept in memory until `open_log` opens the log.
     """
 
     def __init__(
@@ -83,14 +85,21 @@ class Console:
         log_every: int = 1,
         *,
         label: int | None = None,
+        label_name: Literal["GPU", "rank"] = "GPU",
         terminal: TextIO | None = None,
         log: TextIO | None = None,
         log_opener: Callable[[], TextIO] | None = None,
     ) -> None:
         self._terminal, self._log_file = terminal, log
         self._log_opener, self._kept_lines = log_opener, list[str]()
+        if terminal is None and sys.stderr is None:
+            # It was closed when the process started.
+            style = "none"
         self.style = ("bar" if is_terminal(self.terminal) else "lines") if style == "auto" else style
-        self.log_every, self.label = log_every, label
+        self.log_every = log_every
+        # In the prefix of every line, and in the lines of steps.
+        self.label = None if label is None else f"{label_name}{label}"
+        self._step_label = "" if label is None else f"[{label_name} {label}] "
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None
@@ -99,6 +108,12 @@ class Console:
     @property
     def terminal(self) -> TextIO:
         return self._terminal or sys.stderr
+
+    def log_only(self) -> Console:
+        """The same console without its terminal."""
+        console = copy(self)
+        console.style = "none"
+        return console
 
     def info(self, text: str) -> None:
         self.log(text, "INFO")
@@ -176,7 +191,7 @@ class Console:
     def step(self, metrics: dict[str, Any], seconds_left: float | None = None) -> None:
         eta = "-" if seconds_left is None else format_time(seconds_left)
         text = step_line(metrics, self._total, eta)
-        labeled = text if self.label is None else f"[GPU {self.label}] {text}"
+        labeled = f"{self._step_label}{text}"
         self.log(labeled, "INFO")
         if self._bar is not None and self._task is not None:
             self._val_loss = metrics.get("val_loss", self._val_loss)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from torchstone import heartbeat
 from torchstone.config.load import ConfigLayers, extract_config_flags, read_config_layers, resolve
 from torchstone.config.schema import Config, Purpose
 from torchstone.errors import UsageError
@@ -224,6 +225,7 @@ def _run(
 
 def _own_args(script: str, description: str, command: str) -> ScriptArgs:
     """The arguments of this process; prints the help and exits if they ask for it."""
+    heartbeat.open_standard_streams()
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         sys.stdout.write(HELP.format(script=script, description=description, command=command))
         sys.exit(0)

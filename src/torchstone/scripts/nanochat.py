@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchstone import heartbeat
 from torchstone.config.files import read_config_file
 from torchstone.config.load import ConfigLayers, resolve
 from torchstone.config.schema import DEFAULT_TEXT_ROWS, Config, DataConfig
@@ -56,6 +57,7 @@ class TrainingScript:
 def run_script(script: TrainingScript) -> None:
     """Runs the command line of this process, and exits as `torchstone` does."""
     args = sys.argv[1:]
+    heartbeat.open_standard_streams()
     if "--help" in args or "-h" in args:
         sys.stdout.write(help_text(script))
         return

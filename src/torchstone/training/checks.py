@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchstone.checkpoint.save import hf_name
-from torchstone.errors import NumericalError, OutOfMemoryError
+from torchstone.errors import NumericalError, OutOfMemoryError, is_out_of_memory
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
@@ -98,13 +98,12 @@ def _host_memory() -> int:
 
 @contextmanager
 def translate_out_of_memory(activity: str, device: torch.device) -> Iterator[None]:
-    """Turns torch's out-of-memory errors during `activity` into ours. For the CPU torch has no exception type."""
+    """Turns out-of-memory errors during `activity` into ours."""
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         lines = str(error).splitlines()
-        on_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
-        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
+        if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):
             raise
         raise OutOfMemoryError(
             f"{activity} does not fit on {device}: {lines[0] if lines else 'out of memory'}",

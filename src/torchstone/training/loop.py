@@ -162,6 +162,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
                 break
             step = progress.step + 1
             report_phase(f"computing step {step}", step)
+            run.stop_request.step = step
             lr = lr_at_step(progress.step, schedule.total_steps, optim)
             result = compute_gradients(run.runner, batch, step)
             optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)

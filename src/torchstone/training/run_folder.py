@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sys
@@ -13,8 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from torchstone import heartbeat
-from torchstone.atomic import read_json_or_empty
+from torchstone.atomic import lock_run_folder, read_json_or_empty
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import list_checkpoints, read_json, write_json
 from torchstone.checkpoint.save import STATE_FILE
@@ -26,6 +27,7 @@ from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 LOGS = "logs"
+CPU = torch.device("cpu")
 DATA_CHANGED = (
     "the samples are not the same (data files, tokenizer, chat template, loss mask, data.context_length, "
     "data.max_samples, data.text_packing or data.weights)"
@@ -34,22 +36,22 @@ DATA_CHANGED = (
 
 @contextmanager
 def lock_output_dir(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[None]:
-    """Rank 0 holds the lock; a second run in the same folder is refused on all ranks."""
-    folder, error = Path(config.output_dir), None
+    """The launcher or rank 0 holds the lock; a second run in the same folder is refused on all ranks."""
+    error = None
     with ExitStack() as stack:
-        if ctx.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / ".lock").open("a"))
+        if ctx.is_main and not heartbeat.has_launcher_lock():
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                error = UsageError(f"another process is training in {folder}", "choose another --output-dir")
+                stack.enter_context(lock_run_folder(Path(config.output_dir)))
+            except UsageError as refusal:
+                error = refusal
         ctx.raise_on_all_ranks(error)
         yield
 
 
 @contextmanager
-def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[Console]:
+def open_console(
+    config: Config, ctx: ParallelContext = SINGLE_PROCESS, device: torch.device = CPU
+) -> Iterator[Console]:
     """The console of this rank: on the terminal for rank 0 or with observe.ranks all, and always in its log.
 
     A run that is complete writes nothing into its folder. So if it may be, its log is opened when training begins.
@@ -68,13 +70,13 @@ def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Itera
             path.parent.mkdir(parents=True, exist_ok=True)
             return stack.enter_context(path.open("a", buffering=1, encoding="utf-8"))
 
-        # The GPU number from the launcher, otherwise the rank.
+        # The GPU number from the launcher or the user, otherwise the rank.
         number = os.environ.get("GPU_RANK", "")
-        label = int(number) if number.isdecimal() else ctx.rank
         console = Console(
             style if is_shown else "none",
             observe.log_every_steps,
-            label=label,
+            label=int(number) if number.isdecimal() else ctx.rank,
+            label_name="GPU" if number.isdecimal() or device.type == "cuda" else "rank",
             terminal=heartbeat.terminal(),
             log_opener=open_log,
         )

@@ -67,7 +67,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     execution = _execution(config, ctx)
     tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx)
     heartbeat.report_phase("opening the data")
-    data = open_data(config, tokenizer, console, ctx)
+    # A launcher has prepared the data, which has printed these lines.
+    data = open_data(config, tokenizer, console.log_only() if heartbeat.has_launcher() else console, ctx)
     identity = run_identity(config, data)
     state = {} if checkpoint is None else read_state(checkpoint)
     progress = Progress()
