@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 
 import torchstone
 from tiny import write_rows
-from torchstone.data import template
+from torchstone.data import render_limits
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.formats import IGNORE_INDEX, check_train_on
 from torchstone.data.template import TEMPLATES, ChatTemplate, load_template
@@ -338,7 +342,7 @@ class TestTemplates:
     def test_an_endless_template_is_stopped(
         self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(template, "TIME_LIMIT", 0.3)
+        monkeypatch.setattr(render_limits, "TIME_LIMIT", 0.3)
         loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
         (tmp_path / "loops.jinja").write_text(loops)
         endless = load_tokenizer(Path(tokenizer.path), str(tmp_path / "loops.jinja"))
@@ -380,11 +384,46 @@ class TestTemplates:
     def test_the_date_in_a_template_is_fixed(self) -> None:
         assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render_prompt([]) == "01 Jan 2025"
 
-    @pytest.mark.parametrize("source", ["{{ 'x' * 99999999 }}", "{{ [1] * 99999999 }}", "{{ 9 ** 99999999 }}"])
-    def test_a_template_cannot_fill_the_memory(self, source: str) -> None:
-        with pytest.raises(DataError, match="would create a value of size"):
-            ChatTemplate(source, {}).render_prompt(TURNS)
-        assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}", {}).render_prompt(TURNS) == "---10244.5"
+    @pytest.mark.parametrize(
+        "expression",
+        ["n.x ~ n.x", "n.x + n.x", "n.x * 9", "[n.x, n.x] | join", "n.x.replace('x', n.x)", "[n.x, [n.x]] | string",
+         "n.x | center(99999999999)", "n.x.ljust(99999999999)", "'%99999999999d' | format(1)", "n.x | indent(999999)",
+         "'{:99999999999}'.format(1)", "'%99999999999d' % 1", "[n.x] | tojson(indent=99999999999)"],
+    )  # fmt: skip
+    def test_a_template_cannot_fill_the_memory(self, expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(render_limits, "MEMORY_LIMIT", 1 << 26)
+        loop = "{% set n = namespace(x='x\n') %}{% for i in range(99) %}{% set n.x = EXPRESSION %}{% endfor %}"
+        chat_template = ChatTemplate(loop.replace("EXPRESSION", expression), {})
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        with pytest.raises(DataError, match="needs more than 64 MiB"):
+            chat_template.render_prompt(TURNS)
+        assert resource.getrlimit(resource.RLIMIT_AS) == before
+        assert len("x" * (1 << 27)) == 1 << 27
+
+    @pytest.mark.parametrize("source", ["{{ 9 ** 99999999 }}", "{{ (" + "(" * 9999 + "1" + ")" * 9999 + ") }}"])
+    def test_a_template_that_cannot_be_compiled_is_refused(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """jinja2 evaluates constants when it compiles."""
+        monkeypatch.setattr(render_limits, "TIME_LIMIT", 0.2)
+        with pytest.raises(UsageError, match="the chat template is invalid"):
+            ChatTemplate(source, {})
+
+    def test_a_template_cannot_write_much_more_than_the_conversation(self) -> None:
+        """A thousand rows that become a megabyte each would fill the memory too. A long conversation may be long."""
+        with pytest.raises(DataError, match="it writes 999,900 characters for a conversation of"):
+            ChatTemplate("{% for n in range(100) %}{{ 'x' * 9999 }}{% endfor %}", {}).render_prompt(TURNS)
+        messages = [{"role": "user", "content": "x" * 200_000}]
+        assert len(ChatTemplate("{{ messages[0]['content'] * 2 }}", {}).render_prompt(messages)) == 400_000
+
+    def test_a_template_that_python_cannot_interrupt_ends_the_process(self, tokenizer: Tokenizer) -> None:
+        """The comparison of nested lists is a single operation, and takes 2^60 steps."""
+        nest = "{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+        source = "{% set n = namespace(a=[1], b=[1]) %}" + nest + "{{ n.a == n.b }}"
+        code = (
+            "from torchstone.data import render_limits as limits; from torchstone.data.template import ChatTemplate\n"
+            "limits.TIME_LIMIT, limits.KILL_AFTER = 0.1, 0.2\n"
+            f"ChatTemplate({source!r}, {{}}).render_prompt([])"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGPROF
 
     @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
     def test_built_in_templates_render_as_in_transformers(self, tokenizer: Tokenizer, name: str) -> None:
