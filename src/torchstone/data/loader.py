@@ -18,7 +18,7 @@ import numpy as np
 
 from torchstone.config.schema import DEFAULT_CHAT_ROWS, DEFAULT_TEXT_ROWS, Config, DataConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
-from torchstone.data.cache import CacheOptions, DataSource, TokenCache, open_cache, open_source
+from torchstone.data.cache import SKIP_HINT, CacheOptions, DataSource, TokenCache, open_cache, open_source
 from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, MicroBatch, collate
 from torchstone.data.encode import RowCounts
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS, RowFormat, check_train_on
@@ -31,6 +31,7 @@ from torchstone.data.samples import (
     concat_samples,
     split_validation,
 )
+from torchstone.data.sources import BadRow
 from torchstone.data.tokenize import Tokenizer
 from torchstone.observe.console import Console
 
@@ -178,10 +179,13 @@ def open_sources(
     """Opens data sources. If data.format has one entry per path, the formats of validation paths are detected."""
     common = data.format[0] if len(data.format) == 1 else "auto"
     formats = data.format if len(data.format) > 1 and not is_validation else (common,) * len(names)
-    return [
-        open_source(name, row_format, data.on_bad_row == "stop" and not inspect_only)
-        for name, row_format in zip(names, formats, strict=True)
-    ]
+    try:
+        return [
+            open_source(name, row_format, data.on_bad_row == "stop" and not inspect_only)
+            for name, row_format in zip(names, formats, strict=True)
+        ]
+    except BadRow as error:
+        raise error.with_hint(SKIP_HINT) from None
 
 
 def tokenize_source(

@@ -2,7 +2,8 @@
 
 JSONL or a JSON array (plain, .gz, .zst), parquet and Hugging Face datasets folders are read as chunks of about two
 megabytes: raw bytes that any process can turn into rows. Reading is one sequential pass that holds a few chunks;
-parsing, the expensive part, can run in other processes. A damaged line affects only that line.
+parsing, the expensive part, can run in other processes. A damaged line affects only that line, as does any error that
+reading a row raises.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
 from torchstone.data.json_array import array_lines, starts_with_array
-from torchstone.errors import DataError, UsageError
+from torchstone.errors import DataError, TorchstoneError, UsageError
 
+T = TypeVar("T")
 CHUNK_BYTES = 1 << 21
+# A longer line is a bad row. It is not held in memory: a small compressed file can have a line of gigabytes.
+MAX_LINE_BYTES = 1 << 28
 CHUNK_ROWS = 1000
 DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
 JSONL = (".jsonl", ".json", ".ndjson")
@@ -44,12 +48,19 @@ class BadRow(DataError):
     """A row that cannot be trained on: where it is, why, and its raw text for bad-rows.jsonl."""
 
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
+        # Strings from JSON may have lone surrogates, which can be neither printed nor written.
+        reason, raw = _encodable(reason), _encodable(raw)
+        hint = hint and _encodable(hint)
         shown = raw.strip()
         shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
         # A row must not control the terminal.
         shown = CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
         super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row starts with {shown}", hint])))
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
+
+    def with_hint(self, hint: str) -> BadRow:
+        """The same error with another hint after its own."""
+        return BadRow(self.path, self.line, self.reason, self.raw, "\n  ".join(filter(None, [self.row_hint, hint])))
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,11 @@ class Row:
     value: dict[str, Any]
 
     def error(self, reason: str, hint: str | None = None) -> BadRow:
-        return BadRow(self.path, self.line, reason, json.dumps(self.value, default=str), hint)
+        try:
+            raw = json.dumps(self.value, default=str)
+        except (RecursionError, ValueError, TypeError):
+            raw = ", ".join(map(str, self.value))
+        return BadRow(self.path, self.line, reason, raw, hint)
 
 
 class ReadPosition(NamedTuple):
@@ -71,9 +86,12 @@ class ReadPosition(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows that are not parsed yet. `bytes_done` is how much of the file on disk is before its end."""
+    """Rows that are not parsed yet. `bytes_done` is how much of the file on disk is before its end.
 
-    kind: Literal["lines", "arrow"]
+    The kind "long" is the start of a single line that is too long.
+    """
+
+    kind: Literal["lines", "arrow", "long"]
     path: Path
     first_line: int
     payload: bytes
@@ -119,14 +137,31 @@ def read_chunks(files: list[Path], start: ReadPosition = ReadPosition()) -> Iter
             yield from (_array_chunks if _is_array(path) else _line_chunks)(path, position)
 
 
-def parse_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
-    """Yields the rows of a chunk, and a BadRow for each bad one. Blank lines are not rows."""
+def parse_rows(chunk: Chunk, columns: Collection[str] = COLUMNS) -> Iterator[Row | BadRow]:
+    """Yields the rows of a chunk, and a BadRow for each bad one. Blank lines are not rows.
+
+    `columns` are those of a table that will be used: a row with an unreadable value in another one is not bad.
+    """
     if chunk.kind == "arrow":
-        yield from _arrow_rows(chunk)
+        yield from _arrow_rows(chunk, columns)
+        return
+    if chunk.kind == "long":
+        beginning = chunk.payload.decode("utf-8", "backslashreplace")
+        yield BadRow(chunk.path, chunk.first_line, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", beginning)
         return
     for line, raw in enumerate(_split_lines(chunk.payload), start=chunk.first_line):
         if _is_row(raw):
             yield _parse_line(raw.removeprefix(BOM), chunk.path, line)
+
+
+def read_row(row: Row, read: Callable[[Row], T]) -> T:
+    """What `read` makes of a row. Raises BadRow for any exception that is not ours: a row must not stop the others."""
+    try:
+        return read(row)
+    except (TorchstoneError, MemoryError):
+        raise
+    except Exception as error:
+        raise row.error(f"cannot be read: {type(error).__name__}: {_one_line(error)}") from None
 
 
 def read_rows(name: str | Path) -> Iterator[Row]:
@@ -184,9 +219,16 @@ def _line_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
         stream = _decompress(path, raw)
         try:
             _skip(stream, offset)
-            while payload := _read_whole_lines(stream):
-                first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
-                yield Chunk("lines", path, first, payload, None, ReadPosition(start.file, offset, line), raw.tell())
+            while True:
+                payload, long_line, long_size = _read_whole_lines(stream)
+                if payload:
+                    first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
+                    yield Chunk("lines", path, first, payload, None, ReadPosition(start.file, offset, line), raw.tell())
+                if long_line:
+                    first, offset, line = line, offset + long_size, line + 1
+                    yield Chunk("long", path, first, long_line, 1, ReadPosition(start.file, offset, line), raw.tell())
+                if not payload and not long_line:
+                    return
         except DECOMPRESSION_ERRORS as error:
             raise _damaged_file(path, line - 1, error) from None
 
@@ -275,9 +317,22 @@ def _skip(stream: IO[bytes], offset: int) -> None:
         offset -= skipped
 
 
-def _read_whole_lines(stream: IO[bytes]) -> bytes:
-    block = stream.read(CHUNK_BYTES)
-    return block if not block or block.endswith(b"\n") else block + stream.readline()
+def _read_whole_lines(stream: IO[bytes]) -> tuple[bytes, bytes, int]:
+    """About CHUNK_BYTES of whole lines. If the next line is too long: its first bytes, and its size."""
+    payload = stream.read(CHUNK_BYTES)
+    if not payload or payload.endswith(b"\n"):
+        return payload, b"", 0
+    payload += stream.readline(MAX_LINE_BYTES)
+    last = payload.rfind(b"\n") + 1
+    size = len(payload) - last
+    if size <= MAX_LINE_BYTES:
+        return payload, b"", 0
+    payload, beginning = payload[:last], payload[last : last + MAX_SHOWN]
+    while part := stream.readline(CHUNK_BYTES):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return payload, beginning, size
 
 
 def _split_lines(payload: bytes) -> list[bytes]:
@@ -296,7 +351,7 @@ def _parse_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
     if "\0" in text:
         return bad(f"NUL byte at character {text.index(chr(0))}: the file was truncated by a crash or is not text")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         return bad(f"not JSON: {error}")
     if not isinstance(value, dict):
@@ -316,6 +371,8 @@ def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
     file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
+    # Without a known column, the error message still shows the names.
+    columns = [name for name in file.schema_arrow.names if name in COLUMNS] or None
     row = 0
     for group in range(file.num_row_groups):
         group_rows = file.metadata.row_group(group).num_rows
@@ -325,7 +382,7 @@ def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
         bytes_per_row = max(1, file.metadata.row_group(group).total_byte_size // max(1, group_rows))
         batch_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // bytes_per_row))
         try:
-            for batch in file.iter_batches(batch_rows, row_groups=[group]):
+            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=columns):
                 first, row = row, row + len(batch)
                 if first < start.offset:
                     continue
@@ -378,16 +435,39 @@ def _arrow_bytes(table: Any) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _arrow_rows(chunk: Chunk) -> Iterator[Row]:
+def _arrow_rows(chunk: Chunk, columns: Collection[str]) -> Iterator[Row | BadRow]:
     """Nulls are left out: Arrow has them where a JSON row would not have the key."""
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.payload).read_all()
-    columns = [name for name in table.column_names if name in COLUMNS]
-    # Without a known column, the error message still shows the names.
-    values = table.select(columns).to_pylist() if columns else [dict.fromkeys(table.column_names, "…")] * len(table)
+    names = [name for name in table.column_names if name in COLUMNS]
+    if not names:
+        values = [dict.fromkeys(table.column_names, "…")] * len(table)
+    else:
+        try:
+            values = table.select(names).to_pylist()
+        except MemoryError:
+            raise
+        except Exception:
+            # Python cannot represent some value, such as a time after the year 9999.
+            yield from _arrow_rows_one_by_one(chunk, table.select(names), columns)
+            return
     for line, value in enumerate(values, start=chunk.first_line):
         yield Row(chunk.path, line, _drop_nulls(value))
+
+
+def _arrow_rows_one_by_one(chunk: Chunk, table: Any, columns: Collection[str]) -> Iterator[Row | BadRow]:
+    for index in range(len(table)):
+        value: dict[str, Any] = {}
+        errors: list[str] = []
+        for name in table.column_names:
+            try:
+                value[name] = table[name][index].as_py()
+            except Exception as error:
+                value[name] = "…"
+                errors += [f"cannot read the column {name}: {_one_line(error)}"] if name in columns else []
+        row = Row(chunk.path, chunk.first_line + index, _drop_nulls(value))
+        yield row.error(errors[0]) if errors else row
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -396,6 +476,19 @@ def _drop_nulls(value: Any) -> Any:
     if isinstance(value, list) and value and not isinstance(value[0], int):
         return [_drop_nulls(inner) for inner in value]
     return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text; raises ValueError for a key that occurs twice, of which Python would use the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+    return values
+
+
+def _encodable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _one_line(error: Exception) -> str:
