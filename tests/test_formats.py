@@ -506,7 +506,8 @@ class TestTemplates:
         "expression",
         ["n.x ~ n.x", "n.x + n.x", "n.x * 9", "[n.x, n.x] | join", "n.x.replace('x', n.x)", "[n.x, [n.x]] | string",
          "n.x | center(99999999999)", "n.x.ljust(99999999999)", "'%99999999999d' | format(1)",
-         "n.x | indent(9999999, blank=true)", "'{:99999999999}'.format(1)", "'%99999999999d' % 1", "[n.x] | tojson(indent=99999999999)"],
+         "n.x | indent(9999999, blank=true)", "'{:99999999999}'.format(1)", "'%99999999999d' % 1",
+         "[n.x] | tojson(indent=99999999999)"],
     )  # fmt: skip
     def test_a_template_cannot_fill_the_memory(self, expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(render_limits, "MEMORY_LIMIT", 1 << 26)
