@@ -98,15 +98,51 @@ class TestFormats:
     @pytest.mark.parametrize(
         ("name", "text"),
         [
-            ("a.json", '{"optim": {"eps": 1e-6, "eps": 1e-7}}'),
+            ("a.json", '{"optim": {\n"eps": 1e-6,\n"eps": 1e-7}}'),
             ("a.yaml", "optim:\n  eps: 1e-6\n  eps: 1e-7\n"),
             ("a.toml", "[optim]\neps = 1e-6\neps = 1e-7\n"),
+            ("dotted.json", '{"optim.eps": 1e-6,\n "optim": {\n"eps": 1e-7}}'),
+            ("dotted.yaml", "optim.eps: 1e-6\noptim:\n  eps: 1e-7\n"),
+            ("dotted.toml", '"optim.eps" = 1e-6\n[optim]\neps = 1e-7\n'),
+            ("list.json", '{"data": {"path": [{"a": 1,\n"b": 2,\n"a": 2}]}}'),
+            ("list.yaml", "data:\n  path:\n    - {a: 1, a: 2}\n"),
         ],
     )
-    def test_a_repeated_key_is_refused(self, tmp_path: Path, name: str, text: str) -> None:
+    def test_a_repeated_key_is_refused_with_its_line(self, tmp_path: Path, name: str, text: str) -> None:
         (tmp_path / name).write_text(text)
-        with pytest.raises(UsageError, match="duplicate key|overwrite"):
+        with pytest.raises(UsageError, match=rf"{name}:3: (duplicate key|.*overwrite)"):
             load_config(tmp_path / name)
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("a.json", '{"training": {\n"max_steps": NUMBER}}'),
+            ("a.yaml", "training:\n  max_steps: NUMBER\n"),
+            ("a.toml", "[training]\nmax_steps = NUMBER\n"),
+        ],
+    )
+    @pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000])
+    def test_a_number_of_thousands_of_digits_is_refused(
+        self, tmp_path: Path, name: str, text: str, number: str
+    ) -> None:
+        (tmp_path / name).write_text(text.replace("NUMBER", number))
+        with pytest.raises(UsageError, match=f"{name}:2: a number of {len(number)} characters"):
+            load_config(tmp_path / name)
+
+    @pytest.mark.parametrize("item", ["[{0}, {0}, {0}]", "{{p: {0}, q: {0}, r: {0}}}", "{{<<: [{0}, {0}, {0}]}}"])
+    def test_aliases_cannot_make_a_small_file_large(self, tmp_path: Path, item: str) -> None:
+        lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {item.format(f'*a{n - 1}')}" for n in range(1, 30))]
+        (tmp_path / "a.yaml").write_text("\n".join(lines))
+        with pytest.raises(UsageError, match=r"a.yaml:\d+: more than 10000 values, with aliases"):
+            load_config(tmp_path / "a.yaml")
+
+    def test_aliases_of_reasonable_size_work(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        path.write_text("data:\n  path: &p [a, b]\n  validation_path: *p\n  validation_split: 0\n")
+        assert load_config(path, "debug").data.validation_path == ("a", "b")
+        path.write_text("optim: &a {b: *a}\n")
+        with pytest.raises(UsageError, match="a.yaml:1: contains an alias for itself"):
+            load_config(path)
 
     @pytest.mark.parametrize(
         ("name", "text"), [("a.json", '{"optim": {"eps" 1}}'), ("a.yaml", "optim: [1\n"), ("a.toml", "[optim\n")]

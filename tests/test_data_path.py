@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,16 @@ class TestTokenizer:
         expected = build_cache(text_file, tokenizer, tmp_path / "b", max_length=None)
         assert saved.ids.tolist() == expected.ids.tolist()
         assert saved.key == expected.key
+
+    def test_a_huge_id_is_refused_before_anything_is_allocated(
+        self, tokenizer_dir: Path, text_file: Path, tmp_path: Path
+    ) -> None:
+        shutil.copytree(tokenizer_dir, tmp_path / "huge")
+        settings = json.loads((tmp_path / "huge/tokenizer.json").read_text())
+        settings["model"]["vocab"]["<|huge|>"] = 4_000_000_000
+        (tmp_path / "huge/tokenizer.json").write_text(json.dumps(settings))
+        with pytest.raises(UsageError, match=r"the token '<\|huge\|>' has the id 4000000000, but ids must be below"):
+            build_cache(text_file, load_tokenizer(tmp_path / "huge"), tmp_path)
 
     def test_large_vocabularies_keep_every_bit_of_an_id(self, tokenizer_dir: Path, tmp_path: Path) -> None:
         large = load_tokenizer(tokenizer_dir)

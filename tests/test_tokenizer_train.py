@@ -252,11 +252,22 @@ class TestSources:
         path = write_rows(tmp_path / "t.jsonl", [{"text": "ab"}, {"text": 3}, {"text": "cd"}])
         with path.open("a") as file:
             file.write("{\n")
-        with pytest.raises(DataError, match="t.jsonl:2: text is not a string"):
+        with pytest.raises(DataError, match=r"t.jsonl:2: text is not a string\n(.*\n)*.*--skip-bad-rows"):
             train_tokenizer([str(path)], 300)
         _, report = train_tokenizer([str(path)], 300, stop_on_bad_row=False)
         assert (report["bad_rows"], report["measured"]["texts"]) == (2, 2)
         assert [(bad["line"], bad["file"]) for bad in report["first_bad_rows"]] == [(2, str(path)), (4, str(path))]
+
+    def test_any_error_about_a_row_can_be_skipped(self, tmp_path: Path) -> None:
+        user = {"role": "user", "content": "ab"}
+        rows = [{"messages": [user]}, {"messages": [user], "tools": "[" * 100_000}, {"\ud800": 1}]
+        path = write_rows(tmp_path / "t.jsonl", rows)
+        _, report = train_tokenizer([str(path)], 300, stop_on_bad_row=False)
+        assert (report["bad_rows"], report["measured"]["texts"]) == (2, 1)
+        assert [bad["reason"].split(":")[0] for bad in report["first_bad_rows"]] == [
+            "tools is a string that is not JSON",
+            "the format of this data is 'messages', but this row has no messages; its keys are \\ud800",
+        ]
 
     def test_data_without_text_is_refused(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "t.jsonl", [{"messages": [{"role": "user", "content": ""}]}])

@@ -57,12 +57,15 @@ from torchstone.observe.console import Console
 
 # Increased whenever the same rows would give different tokens, or the layout of the files changes.
 CODE_VERSION = 2
+# Increased if only conversations would: runs on other data can then still be resumed.
+CHAT_VERSION = 1
 JOURNAL_SECONDS = 2.0
 # Below this, starting processes takes longer than tokenizing.
 MIN_POOL_BYTES = 4_000_000
 MAX_DETECTION_ROWS = 1000
 LINES_PER_FILE = 1 << 40
 BAD_ROWS_FILE = "bad-rows.jsonl"
+SKIP_HINT = "--data.on_bad_row skip leaves such rows out and counts them"
 FILES = (
     "ids.bin", "labels.bin", "lengths.bin", "row_lengths.bin", "loss_tokens.bin", "origins.bin", BAD_ROWS_FILE,
 )  # fmt: skip
@@ -82,7 +85,7 @@ class DataSource:
     notes: list[str] = field(default_factory=list)
 
     def read_chunks(self, start: ReadPosition = ReadPosition()) -> Iterator[Chunk]:  # noqa: B008
-        return read_chunks(self.files, start, self.row_format == "lines")
+        return read_chunks(self.files, start, self.row_format == "lines", self.columns)
 
     @property
     def title(self) -> str:
@@ -181,8 +184,8 @@ def open_source(
     if row_format in ROW_FORMATS:
         return DataSource(name, files, row_format, dict(columns), notes)
     rows_read, first_error = 0, None
-    for chunk in read_chunks(files):
-        for row in parse_rows(chunk, columns):
+    for chunk in read_chunks(files, columns=columns):
+        for row in parse_rows(chunk, columns, used=()):
             rows_read += 1
             try:
                 if isinstance(row, BadRow):
@@ -219,7 +222,7 @@ def open_cache(
         console.info(f"using the token cache of {source.name} in {folder}")
     cache = TokenCache(folder, source)
     if cache.counts.bad_rows and options.stop_on_bad_row:
-        raise cache.first_bad_row()
+        raise cache.first_bad_row().with_hint(SKIP_HINT)
     return cache
 
 
@@ -229,7 +232,7 @@ def _cache_key(source: DataSource, encoding: EncodingConfig, max_rows: int | Non
         "contents": hashes,
         "recipe": encoding.cache_key(),
         "max_rows": max_rows,
-        "code": [CODE_VERSION, version("tokenizers")],
+        "code": [CODE_VERSION, version("tokenizers"), *([] if encoding.template is None else [CHAT_VERSION])],
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
@@ -309,7 +312,7 @@ class _CacheBuilder:
                     if encoded.bad_rows and self.options.stop_on_bad_row:
                         self._write_journal(files)
                         line, reason, hint, raw = encoded.bad_rows[0]
-                        raise BadRow(chunk.path, line, reason, raw, hint)
+                        raise BadRow(chunk.path, line, reason, raw, hint).with_hint(SKIP_HINT)
                     self._write_chunk(chunk, encoded, files)
                     self.position = chunk.end
                     progress(int(file_starts[chunk.end.file]) + chunk.bytes_done, f"{self.counts.rows:,} rows")

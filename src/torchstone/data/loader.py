@@ -24,7 +24,15 @@ from torchstone.config.schema import (
     DataConfig,
 )
 from torchstone.data.batch_sizes import BatchSizes, drop_preset_sizes, resolve_batch_sizes
-from torchstone.data.cache import CacheOptions, DataSource, TokenCache, columns_per_path, open_cache, open_source
+from torchstone.data.cache import (
+    SKIP_HINT,
+    CacheOptions,
+    DataSource,
+    TokenCache,
+    columns_per_path,
+    open_cache,
+    open_source,
+)
 from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, MicroBatch, collate
 from torchstone.data.encode import RowCounts
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS, RowFormat, check_train_on
@@ -37,6 +45,7 @@ from torchstone.data.samples import (
     concat_samples,
     split_validation,
 )
+from torchstone.data.sources import BadRow
 from torchstone.data.tokenize import Tokenizer
 from torchstone.observe.console import Console
 
@@ -190,10 +199,13 @@ def open_sources(
     formats = data.format if len(data.format) > 1 and not is_validation else (common,) * len(names)
     columns = columns_per_path(data.columns, names)
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
-    return [
-        open_source(name, row_format, stop_on_bad_row, mapping, Path(data.cache_dir))
-        for name, row_format, mapping in zip(names, formats, columns, strict=True)
-    ]
+    try:
+        return [
+            open_source(name, row_format, stop_on_bad_row, mapping, Path(data.cache_dir))
+            for name, row_format, mapping in zip(names, formats, columns, strict=True)
+        ]
+    except BadRow as error:
+        raise error.with_hint(SKIP_HINT) from None
 
 
 def tokenize_source(

@@ -2,7 +2,8 @@
 
 JSONL or a JSON array, CSV and text (plain, .gz, .zst), parquet and Hugging Face datasets folders are read as chunks,
 most of about two megabytes: bytes that any process can turn into rows. Reading is one sequential pass that holds a few
-chunks; parsing, the expensive part, can run in other processes. A damaged line affects only that line.
+chunks; parsing, the expensive part, can run in other processes. A damaged line affects only that line, as does any
+error that reading a row raises.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Literal, NamedTuple, cast, get_args
+from typing import IO, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from torchstone import hub
 from torchstone.config.schema import Column
 from torchstone.data.json_array import array_lines, starts_with_array
 from torchstone.data.text_files import read_pieces, read_records
-from torchstone.errors import DataError, UsageError
+from torchstone.errors import DataError, TorchstoneError, UsageError
 
+T = TypeVar("T")
 CHUNK_BYTES = 1 << 21
+# A longer line is a bad row. It is not held in memory: a small compressed file can have a line of gigabytes.
+MAX_LINE_BYTES = 1 << 28
 CHUNK_ROWS = 1000
 DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -58,12 +62,19 @@ class BadRow(DataError):
     """A row that cannot be trained on: where it is, why, and its raw text for bad-rows.jsonl."""
 
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
+        # Strings from JSON may have lone surrogates, which can be neither printed nor written.
+        reason, raw = _encodable(reason), _encodable(raw)
+        hint = hint and _encodable(hint)
         shown = raw.strip()
         shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
         # A row must not control the terminal.
         shown = CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
         super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row starts with {shown}", hint])))
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
+
+    def with_hint(self, hint: str) -> BadRow:
+        """The same error with another hint after its own."""
+        return BadRow(self.path, self.line, self.reason, self.raw, "\n  ".join(filter(None, [self.row_hint, hint])))
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,11 @@ class Row:
     ends_text: bool = True
 
     def error(self, reason: str, hint: str | None = None) -> BadRow:
-        return BadRow(self.path, self.line, reason, json.dumps(self.value, default=str), hint)
+        try:
+            raw = json.dumps(self.value, default=str)
+        except (RecursionError, ValueError, TypeError):
+            raw = ", ".join(map(str, self.value))
+        return BadRow(self.path, self.line, reason, raw, hint)
 
 
 class ReadPosition(NamedTuple):
@@ -91,10 +106,11 @@ class ReadPosition(NamedTuple):
 class Chunk(NamedTuple):
     """Rows that are not parsed yet. `bytes_done` is how much of the file on disk is before its end.
 
-    The payload of kind `csv` is the header and the records as JSON, one per line.
+    The payload of kind `csv` is the header and the records as JSON, one per line. The kind `long` is the start of a
+    single line that is too long.
     """
 
-    kind: Literal["lines", "arrow", "csv", "text", "text_lines"]
+    kind: Literal["lines", "arrow", "csv", "text", "text_lines", "long"]
     path: Path
     first_line: int
     payload: bytes
@@ -157,15 +173,19 @@ def read_chunks(
     files: list[Path],
     start: ReadPosition = ReadPosition(),  # noqa: B008
     text_lines: bool = False,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> Iterator[Chunk]:
-    """All chunks of `files` from `start` on, in order. With `text_lines` every line of a text file is a row."""
+    """All chunks of `files` from `start` on, in order. With `text_lines` every line of a text file is a row.
+
+    Of a parquet file only the columns of row formats and the values of `columns` are read.
+    """
     for index in range(start.file, len(files)):
         path = files[index]
         position = start if index == start.file else ReadPosition(index)
         if path.is_dir():
             yield from _datasets_chunks(path, position)
         elif path.suffix == ".parquet":
-            yield from _parquet_chunks(path, position)
+            yield from _parquet_chunks(path, position, columns)
         elif file_type(path) in DELIMITERS:
             yield from _csv_chunks(path, position)
         elif file_type(path) == ".txt":
@@ -174,12 +194,15 @@ def read_chunks(
             yield from (_array_chunks if _is_array(path) else _line_chunks)(path, position)
 
 
-def parse_rows(chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row | BadRow]:
+def parse_rows(
+    chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS, used: Collection[str] = COLUMNS
+) -> Iterator[Row | BadRow]:
     """The rows of a chunk, and a BadRow for each bad one. Blank lines are not rows.
 
-    `columns` has our name for a column of the data: {"prompt": "question"}.
+    `columns` has our name for a column of the data: {"prompt": "question"}. `used` are our names of the columns that
+    will be used: in a table, a row with an unreadable value in another one is not bad.
     """
-    rows = _parse_rows(chunk, columns)
+    rows = _parse_rows(chunk, columns, used)
     if not columns:
         return rows
     return (row if isinstance(row, BadRow) else _rename_columns(row, columns) for row in rows)
@@ -199,13 +222,16 @@ def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row | BadRow:
     return replace(row, value=others | renamed)
 
 
-def _parse_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadRow]:
+def _parse_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
     if chunk.kind == "arrow":
-        yield from _arrow_rows(chunk, columns)
+        yield from _arrow_rows(chunk, columns, {columns.get(name, name) for name in used})
     elif chunk.kind == "csv":
         yield from _csv_rows(chunk)
     elif chunk.kind == "text":
         yield from _text_rows(chunk)
+    elif chunk.kind == "long":
+        beginning = chunk.payload.decode("utf-8", "backslashreplace")
+        yield BadRow(chunk.path, chunk.first_line, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", beginning)
     else:
         parse = _parse_line if chunk.kind == "lines" else _parse_text_line
         for line, raw in enumerate(_split_lines(chunk.payload), start=chunk.first_line):
@@ -213,9 +239,19 @@ def _parse_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadR
                 yield parse(raw.removeprefix(BOM), chunk.path, line)
 
 
+def read_row(row: Row, read: Callable[[Row], T]) -> T:
+    """What `read` makes of a row. Raises BadRow for any exception that is not ours: a row must not stop the others."""
+    try:
+        return read(row)
+    except (TorchstoneError, MemoryError):
+        raise
+    except Exception as error:
+        raise row.error(f"cannot be read: {type(error).__name__}: {_one_line(error)}") from None
+
+
 def read_rows(name: str | Path, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row]:
     """Yields every row of a path; raises the first bad one."""
-    for chunk in read_chunks(find_files(str(name))):
+    for chunk in read_chunks(find_files(str(name)), columns=columns):
         for row in parse_rows(chunk, columns):
             if isinstance(row, BadRow):
                 raise row
@@ -301,9 +337,16 @@ def _line_chunks(path: Path, start: ReadPosition, kind: Literal["lines", "text_l
         stream = _decompress(path, raw)
         try:
             _skip(stream, offset)
-            while payload := _read_whole_lines(stream):
-                first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
-                yield Chunk(kind, path, first, payload, None, ReadPosition(start.file, offset, line), raw.tell())
+            while True:
+                payload, long_line, long_size = _read_whole_lines(stream)
+                if payload:
+                    first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
+                    yield Chunk(kind, path, first, payload, None, ReadPosition(start.file, offset, line), raw.tell())
+                if long_line:
+                    first, offset, line = line, offset + long_size, line + 1
+                    yield Chunk("long", path, first, long_line, 1, ReadPosition(start.file, offset, line), raw.tell())
+                if not payload and not long_line:
+                    return
         except DECOMPRESSION_ERRORS as error:
             raise _damaged_file(path, line - 1, error) from None
 
@@ -491,9 +534,22 @@ def _skip(stream: IO[bytes], offset: int) -> None:
         offset -= skipped
 
 
-def _read_whole_lines(stream: IO[bytes]) -> bytes:
-    block = stream.read(CHUNK_BYTES)
-    return block if not block or block.endswith(b"\n") else block + stream.readline()
+def _read_whole_lines(stream: IO[bytes]) -> tuple[bytes, bytes, int]:
+    """About CHUNK_BYTES of whole lines. If the next line is too long: its first bytes, and its size."""
+    payload = stream.read(CHUNK_BYTES)
+    if not payload or payload.endswith(b"\n"):
+        return payload, b"", 0
+    payload += stream.readline(MAX_LINE_BYTES)
+    last = payload.rfind(b"\n") + 1
+    size = len(payload) - last
+    if size <= MAX_LINE_BYTES:
+        return payload, b"", 0
+    payload, beginning = payload[:last], payload[last : last + MAX_SHOWN]
+    while part := stream.readline(CHUNK_BYTES):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return payload, beginning, size
 
 
 def _split_lines(payload: bytes) -> list[bytes]:
@@ -512,7 +568,7 @@ def _parse_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
     if "\0" in text:
         return bad(f"NUL byte at character {text.index(chr(0))}: the file was truncated by a crash or is not text")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         return bad(f"not JSON: {error}")
     if not isinstance(value, dict):
@@ -523,7 +579,7 @@ def _parse_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
 _JSON_TYPES = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
 
 
-def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -532,6 +588,8 @@ def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
     file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
+    # Without the columns that are needed, the error message still shows the names.
+    names = _columns_to_read(file.schema_arrow.names, columns) or None
     row = 0
     for group in range(file.num_row_groups):
         group_rows = file.metadata.row_group(group).num_rows
@@ -541,7 +599,7 @@ def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
         bytes_per_row = max(1, file.metadata.row_group(group).total_byte_size // max(1, group_rows))
         batch_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // bytes_per_row))
         try:
-            for batch in file.iter_batches(batch_rows, row_groups=[group]):
+            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names):
                 first, row = row, row + len(batch)
                 if first < start.offset:
                     continue
@@ -594,18 +652,47 @@ def _arrow_bytes(table: Any) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _arrow_rows(chunk: Chunk, renamed: Mapping[str, str]) -> Iterator[Row]:
+def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+    """Those of the columns `names` that may be used; none if a column that is needed is missing."""
+    read = [name for name in names if name in COLUMNS or name in columns.values()]
+    is_complete = all(name in OPTIONAL_COLUMNS or column in read for name, column in columns.items())
+    return read if is_complete else []
+
+
+def _arrow_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
     """Nulls are left out: Arrow has them where a JSON row would not have the key."""
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.payload).read_all()
-    columns = [name for name in table.column_names if name in COLUMNS or name in renamed.values()]
-    if any(name not in OPTIONAL_COLUMNS and column not in columns for name, column in renamed.items()):
-        columns = []
-    # Without the columns that are needed, the error message still shows the names.
-    values = table.select(columns).to_pylist() if columns else [dict.fromkeys(table.column_names, "…")] * len(table)
+    names = _columns_to_read(table.column_names, columns)
+    if not names:
+        # The error message still shows the names.
+        values = [dict.fromkeys(table.column_names, "…")] * len(table)
+    else:
+        try:
+            values = table.select(names).to_pylist()
+        except MemoryError:
+            raise
+        except Exception:
+            # Python cannot represent some value, such as a time after the year 9999.
+            yield from _arrow_rows_one_by_one(chunk, table.select(names), used)
+            return
     for line, value in enumerate(values, start=chunk.first_line):
         yield Row(chunk.path, line, _drop_nulls(value))
+
+
+def _arrow_rows_one_by_one(chunk: Chunk, table: Any, used: Collection[str]) -> Iterator[Row | BadRow]:
+    for index in range(len(table)):
+        value: dict[str, Any] = {}
+        errors: list[str] = []
+        for name in table.column_names:
+            try:
+                value[name] = table[name][index].as_py()
+            except Exception as error:
+                value[name] = "…"
+                errors += [f"cannot read the column {name}: {_one_line(error)}"] if name in used else []
+        row = Row(chunk.path, chunk.first_line + index, _drop_nulls(value))
+        yield row.error(errors[0]) if errors else row
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -614,6 +701,19 @@ def _drop_nulls(value: Any) -> Any:
     if isinstance(value, list) and value and not isinstance(value[0], int):
         return [_drop_nulls(inner) for inner in value]
     return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text; raises ValueError for a key that occurs twice, of which Python would use the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+    return values
+
+
+def _encodable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _one_line(error: Exception) -> str:

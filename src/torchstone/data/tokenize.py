@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,6 +19,7 @@ from torchstone.errors import UsageError
 
 # How tokenizers with byte fallback name a single byte.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+MAX_VOCAB_SIZE = 1 << 22
 
 
 class Tokenizer:
@@ -35,7 +37,14 @@ class Tokenizer:
     @cached_property
     def size(self) -> int:
         """The largest id + 1. The number of tokens may be smaller: some vocabularies have gaps."""
-        return max(self.hf.get_vocab().values()) + 1
+        token, largest = max(self.hf.get_vocab().items(), key=operator.itemgetter(1))
+        if largest >= MAX_VOCAB_SIZE:
+            raise UsageError(
+                f"{self.path}: the token {token!r} has the id {largest}, but ids must be below {MAX_VOCAB_SIZE}: an "
+                "embedding has a row for every id",
+                "the tokenizer.json is damaged; copy or download it again",
+            )
+        return largest + 1
 
     @property
     def eos_id(self) -> int:
@@ -117,9 +126,10 @@ class Tokenizer:
         columns: Mapping[str, str] = NO_COLUMNS,
     ) -> EncodingConfig:
         has_template = row_format in CHAT_FORMATS or (row_format == "prompt" and isinstance(self.hf.chat_template, str))
+        # The size first: to_str() would count up to the largest id.
         return EncodingConfig(
-            tokenizer=self.hf.backend_tokenizer.to_str(),
             vocab_size=self.size,
+            tokenizer=self.hf.backend_tokenizer.to_str(),
             eos_id=self.hf.eos_token_id if row_format in (*CHAT_FORMATS, "tokens") else self.eos_id,
             template=self.template.source if has_template else None,
             special_tokens=dict(self.hf.special_tokens_map) if has_template else {},

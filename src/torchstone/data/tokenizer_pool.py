@@ -22,7 +22,10 @@ from torchstone.data.sources import Chunk
 from torchstone.parent_process import end_with_parent
 
 MAIN = "import sys; from torchstone.data.tokenizer_pool import serve; serve(*map(int, sys.argv[1:]))"
-OUT_OF_MEMORY_HINT = "out of memory is the usual reason: use fewer processes (--data.prepare_workers 1); "
+HINTS = {
+    signal.SIGKILL: "out of memory is the usual reason: use fewer processes (--data.prepare_workers 1); ",
+    signal.SIGPROF: "the chat template does not end for some row; ",
+}
 # Results per process that may wait for an earlier one.
 MAX_AHEAD = 4
 
@@ -101,7 +104,7 @@ class TokenizerPool:
         code = self._processes[connection].wait()
         return errors.WorkerError(
             f"a tokenizing process died {f'of signal {-code}' if code < 0 else f'with exit code {code}'}",
-            f"{OUT_OF_MEMORY_HINT if code == -signal.SIGKILL else ''}what was done so far is kept",
+            f"{next((hint for number, hint in HINTS.items() if code == -number), '')}what was done so far is kept",
         )
 
 
@@ -122,6 +125,7 @@ def _reply(encoder: Encoder, chunk: Chunk) -> Any:
     try:
         return encoder.encode_chunk(chunk)
     except errors.TorchstoneError as error:
-        return type(error).__name__, error.message, error.hint
+        kind = next(kind for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+        return kind.__name__, error.message, error.hint
     except Exception:
         return None, traceback.format_exc(), None

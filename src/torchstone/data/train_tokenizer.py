@@ -26,9 +26,11 @@ from torchstone.data.formats import (
     read_conversation,
     read_prompt,
     read_text,
+    used_keys,
 )
-from torchstone.data.sources import BadRow, Row, parse_rows, size_on_disk
+from torchstone.data.sources import BadRow, Row, parse_rows, read_row, size_on_disk
 from torchstone.data.template import ChatTemplate, load_template
+from torchstone.data.tokenize import MAX_VOCAB_SIZE
 from torchstone.data.word_encoder import CL100K, GPT2, O200K, QWEN2, build_word_encoder
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
@@ -38,11 +40,11 @@ PATTERNS: dict[Pattern, str] = {"gpt2": GPT2, "gpt4": CL100K, "gpt4o": O200K, "q
 EOS, PAD, BOS = "<|endoftext|>", "<|pad|>", "<|begin_of_text|>"
 NO_BOS_NOTE = "texts begin without a BOS token: their first token is never learned"
 NUM_BYTES = 256
-MAX_VOCAB_SIZE = 1 << 22
 BATCH_BYTES = 1 << 20
 # Characters of the sample that the tokenizer is verified on: of one text, and of all texts.
 SAMPLE_TEXT_SIZE, SAMPLE_SIZE = 20_000, 2_000_000
 MAX_BAD_ROWS_SHOWN = 3
+SKIP_HINT = "--skip-bad-rows leaves such rows out"
 
 
 def train_tokenizer(
@@ -138,7 +140,10 @@ def _check_sizes(names: Sequence[str], vocab_size: int, min_frequency: int, toke
 
 
 def _open_text_source(name: str, stop_on_bad_row: bool, columns: Mapping[str, str]) -> DataSource:
-    source = open_source(name, "auto", stop_on_bad_row, columns)
+    try:
+        source = open_source(name, "auto", stop_on_bad_row, columns)
+    except BadRow as error:
+        raise error.with_hint(SKIP_HINT) from None
     if source.row_format == "tokens":
         raise UsageError(f"{name}: its rows are token ids, not text", "use the text they came from")
     return source
@@ -242,14 +247,14 @@ class _TextReader:
         for path in source.files:
             file_starts.append(file_starts[-1] + size_on_disk(path))
         for chunk in source.read_chunks():
-            for row in parse_rows(chunk, source.columns):
+            for row in parse_rows(chunk, source.columns, used_keys(source.row_format)):
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    yield _row_texts(row, source.row_format)
+                    yield read_row(row, lambda row: _row_texts(row, source.row_format))
                 except BadRow as error:
                     if self.stop_on_bad_row:
-                        raise
+                        raise error.with_hint(SKIP_HINT) from None
                     self._count_bad_row(error)
             self.bytes_done[number] = file_starts[chunk.end.file] + chunk.bytes_done
 

@@ -190,7 +190,7 @@ def read_questions(
 ) -> list[Question]:
     """The first `limit` rows that end with an answer. Bad rows were counted, or refused, when the loss was computed."""
     questions: list[Question] = []
-    rows = (row for chunk in read_chunks(find_files(path)) for row in parse_rows(chunk, columns))
+    rows = (row for chunk in read_chunks(find_files(path), columns=columns) for row in parse_rows(chunk, columns))
     for row in islice(rows, max_rows):
         if len(questions) == limit:
             break
