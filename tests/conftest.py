@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -20,6 +21,11 @@ from torchstone.demo.corpus import chat_rows, corpus_rows
 
 # More threads add in another order: with two, the suite stands in for another machine. Ranks have one thread.
 torch.set_num_threads(int(os.environ.get("TORCHSTONE_TEST_THREADS", "1")))
+
+# nohup and the background jobs of a shell ignore these, and every process that a test starts would too.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 GPU_TESTS = Path(__file__).parent / "gpu_tests"
 Command = Callable[..., tuple[int, str, str]]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -609,6 +610,13 @@ def is_tokenizing(process: psutil.Process) -> bool:
         return False
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie is not: it only waits for its new parent to notice."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 class TestOrphans:
     """A launcher that is killed cannot stop its processes: they must notice."""
 
@@ -624,7 +632,9 @@ class TestOrphans:
             time.sleep(0.005)
         launcher.kill()
         launcher.wait()
-        orphans = psutil.wait_procs(children, self.SECONDS)[1]
+        deadline = time.monotonic() + self.SECONDS
+        while (orphans := [child for child in children if is_alive(child)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
         for orphan in orphans:
             orphan.kill()
         return orphans

@@ -84,7 +84,7 @@ class TestPrompts:
         texts = [tokenizer.hf.decode(ids, skip_special_tokens=False) for ids in expected]
         assert [sample["text"] for sample in samples[2:]] == texts
         for text in (err, (folder / "logs/rank-0.log").read_text()):
-            assert f"GPU0:INFO | sample after step 6: {prompts[0]!r} -> {texts[0]!r}" in text
+            assert f"rank0:INFO | sample after step 6: {prompts[0]!r} -> {texts[0]!r}" in text
 
     def test_a_prompt_is_a_question_if_the_data_has_conversations(
         self, settings: Settings, chat_file: Path, tokenizer: Tokenizer
