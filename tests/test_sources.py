@@ -126,7 +126,7 @@ class TestFiles:
         assert str(bad).startswith(f"{tmp_path}/a.parquet:2: cannot read the column system: date value out of range")
         assert [row.value["text"] for row in (first, last) if not isinstance(row, BadRow)] == ["a", "c"]
         # Rows of this format do not have the key.
-        unused = list(parse_rows(chunk, used_keys("text")))
+        unused = list(parse_rows(chunk, used=used_keys("text")))
         assert [row.value["text"] for row in unused if not isinstance(row, BadRow)] == ["a", "b", "c"]
         assert open_source(str(tmp_path / "a.parquet")).row_format == "text"
 
@@ -138,6 +138,18 @@ class TestFiles:
         content[4:60] = b"\xff" * 56
         path.write_bytes(content)
         assert [row.value for row in read_rows(path)] == [{"text": "a"}] * 50
+
+    def test_a_mapped_column_is_read_and_may_be_the_unreadable_one(self, tmp_path: Path) -> None:
+        times = pa.array([0, 2**62], type=pa.timestamp("us"))
+        columns = {"text": ["a", "b"], "content": ["c", "d"], "time": times}
+        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+        mapping = {"text": "content"}
+        assert [row.value for row in read_rows(tmp_path / "a.parquet", mapping)] == [{"text": "c"}, {"text": "d"}]
+        mapping = {"text": "time"}
+        (chunk,) = read_chunks([tmp_path / "a.parquet"], columns=mapping)
+        _, bad = parse_rows(chunk, mapping, used_keys("text"))
+        assert isinstance(bad, BadRow)
+        assert "cannot read the column time" in str(bad)
 
     @pytest.mark.usefixtures("small_chunks")
     def test_chunks_are_counted_and_truncated_by_rows(self, tmp_path: Path) -> None:
