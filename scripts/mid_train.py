@@ -11,7 +11,12 @@ SCRIPT = TrainingScript(
     name="mid_train",
     description="Continue pretraining from a base run; without --data on the built-in corpus.",
     data_defaults={"data.path": "demo:corpus"},
-    defaults={"data.train_on": "all", "optim.learning_rate": "1e-4", "optim.schedule": "linear"},
+    defaults={
+        "data.train_on": "all",
+        "optim.learning_rate": "1e-4",
+        "optim.weight_decay": "0.1",
+        "optim.schedule": "linear",
+    },
     previous_prefixes=("base",),
     check=check_rows_per_device,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -24,6 +25,11 @@ torch.set_num_threads(int(os.environ.get("TORCHSTONE_TEST_THREADS", "1")))
 # Tests start processes in other folders, where a relative path would mean something else.
 if "PYTHONPATH" in os.environ:
     os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+
+# nohup and the background jobs of a shell ignore these, and every process that a test starts would too.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 GPU_TESTS = Path(__file__).parent / "gpu_tests"
 Command = Callable[..., tuple[int, str, str]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tiny import flags
-from torchstone import __version__
+from torchstone import __version__, api
+from torchstone.atomic import lock_run_folder
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -32,7 +35,7 @@ class TestHelp:
         assert "cyclopts" in imports
         assert not {"torch", "transformers", "numpy", "tokenizers", "pyarrow"} & imports
 
-    @pytest.mark.parametrize("command", ["train", "prepare", "evaluate", "export", "chat"])
+    @pytest.mark.parametrize("command", ["train", "prepare", "evaluate", "export", "chat", "generate"])
     def test_every_flag_has_help(self, torchstone: Command, command: str) -> None:
         code, out, _ = torchstone(command, "--help")
         assert code == 0
@@ -43,7 +46,15 @@ class TestHelp:
     def test_help_keys_lists_the_keys(self, torchstone: Command) -> None:
         code, out, _ = torchstone("train", "--help-keys")
         assert code == 0
-        assert "--optim.learning_rate\n      Peak learning rate of AdamW. [default: 0.0003]" in out
+        sentence = "Peak learning rate of AdamW; by default 2e-5 with model.path. [default: 0.0003]"
+        assert f"--optim.learning_rate\n      {sentence}" in out
+        assert "--data.path" in out
+
+    def test_help_keys_of_a_section(self, torchstone: Command) -> None:
+        _, out, _ = torchstone("train", "--help-keys", "optim")
+        flags = [line.strip() for line in out.splitlines() if line.startswith("  --")]
+        assert len(flags) > 5
+        assert all(flag.startswith("--optim.") for flag in flags)
 
     def test_version(self, torchstone: Command) -> None:
         assert torchstone("--version")[1].strip() == __version__
@@ -64,11 +75,23 @@ class TestWrongUsage:
             ("train --preset debgu", "did you mean 'debug'?"),
             ("train --preset demo --debug", "--debug means --preset debug"),
             ("train", "--model.path FOLDER starts from a Hugging Face model"),
-            ("tarin", 'Did you mean "train"?'),
-            ("train --max-step 3", "Did you mean --max-steps?"),
+            ("tarin", 'did you mean "train"?'),
+            ("train --max-step 3", "did you mean --max-steps?"),
             ("evaluate x --data y --optim.eps 1", "Unknown option: --optim.eps"),
             ("evaluate x --data y --questions -1", "Must be >= 0"),
-            ("train --preset debug --learning-rate 1", "did you mean --optim.learning_rate?"),
+            ("train --preset debug --learning-rate 1", "in Torchstone this is --optim.learning_rate\n"),
+            ("train --lr 1", "in Torchstone this is --optim.learning_rate\n"),
+            ("train --model X", "in Torchstone this is --model.path\n"),
+            ("train --epochs 3", "in Torchstone this is --training.max_epochs\n"),
+            ("train --gradient_checkpointing true", "in Torchstone this is --model.recompute full\n"),
+            ("train --report_to wandb", "metrics.jsonl in the run's folder has every step"),
+            ("train --training.num_train_epochs 3", "in Torchstone this is --training.max_epochs\n"),
+            (
+                "train --optim.learning-rate 1 --lr 2",
+                "leave it out: in Torchstone this is --optim.learning_rate, which",
+            ),
+            ("train --nnodes 1 --nnodez 2", "Unknown option: --nnodez.\n  see: torchstone train --help"),
+            ("train --help-keys optimizer", "the sections are model, data,"),
             ("train --preset debug --data.path", "--data.path needs a value"),
             ("train --preset debug --output-dir=", "output_dir is empty"),
             ("train --preset debug --max-steps 3 --training.max_steps 4", "are the same setting"),
@@ -213,8 +236,7 @@ class TestCommands:
         if content:
             (source,) = json.loads(out)["sources"]
             assert source["rows"] >= 1
-            refusals = [note for note in source["notes"] if "a run refuses this source" in note["why"]]
-            assert bool(refusals) == ("none of its" in message)
+            assert (source["refused"] is not None) == ("none of its" in message)
 
     def test_skipped_rows_are_counted_and_listed(self, torchstone: Command, settings: Settings, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
@@ -251,6 +273,63 @@ class TestCommands:
         assert code == 0
         assert "using the token cache" in err
         assert "tokenizing" not in err
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """The contents and times of everything in a folder."""
+    paths = [folder, *folder.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in paths}
+
+
+def test_a_launch_into_the_folder_of_another_one_is_refused_before_anything_is_written(
+    torchstone: Command, settings: Settings
+) -> None:
+    overrides = settings()
+    folder = Path(overrides["output_dir"])
+    (folder / "logs").mkdir(parents=True)
+    with lock_run_folder(folder):
+        before = snapshot(folder)
+        code, _, err = torchstone("train", *flags(overrides), "--nproc", 2)
+        assert (code, snapshot(folder) == before) == (2, True), err
+        assert err == f"error: another process is training in {folder}\n  choose another --output-dir\n"
+
+
+@pytest.mark.parametrize(
+    ("closed", "command", "code"),
+    [
+        (">&-", "-m torchstone.cli train --preset demo --print-config", 0),
+        ("2>&-", "-m torchstone.cli train --preset demo --optim.nothing 1", 2),
+        ("<&- >&- 2>&-", "scripts/base_train.py --help", 0),
+    ],
+)
+def test_streams_that_were_never_open_do_not_change_the_exit_code(closed: str, command: str, code: int) -> None:
+    command = f"{sys.executable} {command} {closed}"
+    root = Path(__file__).parents[1]
+    result = subprocess.run(["sh", "-c", command], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
+
+
+def raise_os_error() -> object:
+    return mmap.mmap(-1, 1 << 60)
+
+
+def raise_memory_error() -> object:
+    return bytearray(1 << 62)
+
+
+def raise_runtime_error() -> object:
+    return torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("allocate", [raise_os_error, raise_memory_error, raise_runtime_error])
+def test_memory_that_the_machine_does_not_have_is_exit_code_4(
+    torchstone: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object]
+) -> None:
+    monkeypatch.setattr(api, "prepare_with_config", lambda config: allocate())
+    code, _, err = torchstone("prepare", *flags(settings())[:-1])
+    assert code == 4
+    assert err.startswith("error: the machine is out of memory: ")
+    assert "data.prepare_workers" in err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ import pytest
 from torchstone.config import load_config, to_dict
 from torchstone.config.help import config_table, field_help
 from torchstone.config.load import ALIASES, PRESET_DIR, extract_config_flags, field_types, from_dict
+from torchstone.config.other_names import OTHER_NAMES
 from torchstone.config.schema import SECTION_HELP, Config
 from torchstone.errors import UsageError
+from torchstone.launch.plan import LaunchOptions
 
 MINIMAL = {"model.depth": 2, "model.tokenizer": "demo:tokenizer", "data.path": "demo:corpus"}
+TUNED = {"model.path": "somewhere", "data.path": "demo:chat"}
 
 JSON_FILE = """{
     // a comment with "quotes" and // slashes
@@ -94,15 +98,51 @@ class TestFormats:
     @pytest.mark.parametrize(
         ("name", "text"),
         [
-            ("a.json", '{"optim": {"eps": 1e-6, "eps": 1e-7}}'),
+            ("a.json", '{"optim": {\n"eps": 1e-6,\n"eps": 1e-7}}'),
             ("a.yaml", "optim:\n  eps: 1e-6\n  eps: 1e-7\n"),
             ("a.toml", "[optim]\neps = 1e-6\neps = 1e-7\n"),
+            ("dotted.json", '{"optim.eps": 1e-6,\n "optim": {\n"eps": 1e-7}}'),
+            ("dotted.yaml", "optim.eps: 1e-6\noptim:\n  eps: 1e-7\n"),
+            ("dotted.toml", '"optim.eps" = 1e-6\n[optim]\neps = 1e-7\n'),
+            ("list.json", '{"data": {"path": [{"a": 1,\n"b": 2,\n"a": 2}]}}'),
+            ("list.yaml", "data:\n  path:\n    - {a: 1, a: 2}\n"),
         ],
     )
-    def test_a_repeated_key_is_refused(self, tmp_path: Path, name: str, text: str) -> None:
+    def test_a_repeated_key_is_refused_with_its_line(self, tmp_path: Path, name: str, text: str) -> None:
         (tmp_path / name).write_text(text)
-        with pytest.raises(UsageError, match="duplicate key|overwrite"):
+        with pytest.raises(UsageError, match=rf"{name}:3: (duplicate key|.*overwrite)"):
             load_config(tmp_path / name)
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("a.json", '{"training": {\n"max_steps": NUMBER}}'),
+            ("a.yaml", "training:\n  max_steps: NUMBER\n"),
+            ("a.toml", "[training]\nmax_steps = NUMBER\n"),
+        ],
+    )
+    @pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000])
+    def test_a_number_of_thousands_of_digits_is_refused(
+        self, tmp_path: Path, name: str, text: str, number: str
+    ) -> None:
+        (tmp_path / name).write_text(text.replace("NUMBER", number))
+        with pytest.raises(UsageError, match=f"{name}:2: a number of {len(number)} characters"):
+            load_config(tmp_path / name)
+
+    @pytest.mark.parametrize("item", ["[{0}, {0}, {0}]", "{{p: {0}, q: {0}, r: {0}}}", "{{<<: [{0}, {0}, {0}]}}"])
+    def test_aliases_cannot_make_a_small_file_large(self, tmp_path: Path, item: str) -> None:
+        lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {item.format(f'*a{n - 1}')}" for n in range(1, 30))]
+        (tmp_path / "a.yaml").write_text("\n".join(lines))
+        with pytest.raises(UsageError, match=r"a.yaml:\d+: more than 10000 values, with aliases"):
+            load_config(tmp_path / "a.yaml")
+
+    def test_aliases_of_reasonable_size_work(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        path.write_text("data:\n  path: &p [a, b]\n  validation_path: *p\n  validation_split: 0\n")
+        assert load_config(path, "debug").data.validation_path == ("a", "b")
+        path.write_text("optim: &a {b: *a}\n")
+        with pytest.raises(UsageError, match="a.yaml:1: contains an alias for itself"):
+            load_config(path)
 
     @pytest.mark.parametrize(
         ("name", "text"), [("a.json", '{"optim": {"eps" 1}}'), ("a.yaml", "optim: [1\n"), ("a.toml", "[optim\n")]
@@ -225,6 +265,45 @@ class TestAliases:
         assert "are the same setting" in text
 
 
+class TestOtherNames:
+    def test_every_name_stands_for_a_setting_here(self) -> None:
+        launch_flags = {option.name for option in fields(LaunchOptions)}
+        for name, setting in OTHER_NAMES.items():
+            assert not any(known.endswith(f".{name}") for known in field_types()), name
+            key, _, value = setting.partition(" ")
+            if key not in launch_flags:
+                assert key in field_types(), setting
+                validation = {"data.validation_split": 0.1}
+                load_config(overrides=MINIMAL | validation | ({key: value} if value else {}))
+
+
+class TestFineTuningDefaults:
+    def test_a_model_path_changes_the_defaults(self) -> None:
+        new = load_config(overrides=MINIMAL).optim
+        tuned = load_config(overrides=TUNED).optim
+        assert (new.learning_rate, new.weight_decay, new.warmup_ratio) == (3e-4, 0.1, 0.0)
+        assert (tuned.learning_rate, tuned.weight_decay, tuned.warmup_ratio) == (2e-5, 0.0, 0.03)
+
+    def test_every_layer_overrides_them(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("optim: {learning_rate: 3e-4, warmup_steps: 0}")
+        optim = load_config(tmp_path / "a.yaml", overrides=TUNED | {"optim.weight_decay": 0.1}).optim
+        assert (optim.learning_rate, optim.weight_decay, optim.warmup_ratio) == (3e-4, 0.1, 0.0)
+
+    def test_the_resolved_config_is_complete(self) -> None:
+        config = load_config(overrides=TUNED)
+        assert from_dict(to_dict(config)) == config
+
+    def test_a_run_without_an_end_has_no_share_of_warm_up(self) -> None:
+        endless = {"training.mode": "infinite", "optim.schedule": "constant"}
+        assert load_config(overrides=TUNED | endless).optim.warmup_ratio == 0
+        assert "use --optim.warmup_steps N" in error_text(
+            training__mode="infinite", optim__schedule="constant", optim__warmup_ratio=0.1
+        )
+
+    def test_steps_and_share_of_warm_up_exclude_each_other(self) -> None:
+        assert "leave out one of them" in error_text(optim__warmup_steps=3, optim__warmup_ratio=0.1)
+
+
 class TestWrongValues:
     @pytest.mark.parametrize(
         ("key", "value", "expected"),
@@ -245,6 +324,8 @@ class TestWrongValues:
             ("training.mode", "token", "add --training.max_tokens N"),
             ("training.validate_every_steps", 5, "there is no validation data"),
             ("checkpoint.save_best", True, "there is no validation data"),
+            ("training.patience", 3, "there is no validation data"),
+            ("checkpoint.every_minutes", -1, "must be at least 0"),
             ("optim.decay_steps", 5, "is for schedule wsd, not cosine"),
         ],
     )
@@ -266,6 +347,12 @@ class TestWrongValues:
 
     def test_an_infinite_run_needs_a_constant_schedule(self) -> None:
         assert "use --optim.schedule constant" in error_text(training__mode="infinite")
+
+    def test_patience_needs_more_than_one_validation(self) -> None:
+        text = error_text(training__patience=2, data__validation_split=0.1)
+        assert "the only one is at the end of the run" in text
+        values = MINIMAL | {"training.patience": 2, "data.validation_split": 0.1, "training.validate_every_epochs": 0.5}
+        assert load_config(overrides=values).training.patience == 2
 
     def test_none_is_an_empty_list(self) -> None:
         assert load_config(overrides=MINIMAL | {"optim.no_decay": "none"}).optim.no_decay == ()
@@ -302,6 +389,18 @@ class TestHelp:
 
 
 class TestFlags:
+    def test_no_turns_a_boolean_key_off(self) -> None:
+        args = ["--no-data.packing", "run.yaml", "--no-parallel.sequence", "--no-such.key", "--data.shuffle"]
+        assert extract_config_flags(args) == (
+            [
+                ("data.packing", "false"),
+                ("parallel.sequence", "false"),
+                ("no-such.key", "true"),
+                ("data.shuffle", "true"),
+            ],
+            ["run.yaml"],
+        )
+
     def test_config_flags_are_extracted_and_other_arguments_stay_in_order(self) -> None:
         args = ["train", "a.yaml", "--data.shuffle", "--optim.eps=1e-9", "--debug", "--model.depth", "3"]
         pairs, remaining = extract_config_flags(args)

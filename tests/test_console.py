@@ -19,7 +19,8 @@ from torchstone.observe import console as console_module
 from torchstone.observe.console import Console, bar_text, format_time, step_line
 from torchstone.observe.eta import EtaEstimator
 
-METRICS = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s": 17023.6}
+METRICS = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s": 17023.6, "epoch": 0.25,
+           "memory": 3 << 29}  # fmt: skip
 LINE = "Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30 | Tok/s: 17,024"
 
 
@@ -43,7 +44,10 @@ class TestText:
         assert step_line(METRICS | {"val_loss": 5.82432}, 100, "5:30") == f"{LINE} | Validation loss: 5.8243"
 
     def test_the_bar_has_a_short_form(self) -> None:
-        assert bar_text(METRICS, 100, "5:30") == "3/100  loss 12.2340  norm 2.76  17,024 tok/s  ETA 5:30"
+        first = "3/100  loss 12.2340  norm 2.76  17,024 tok/s  ETA 5:30"
+        second = "epoch 0.25  lr 1.00e-05  1.5 GiB"
+        assert bar_text(METRICS, 100, "5:30", None) == f"{first}\n{second}"
+        assert bar_text(METRICS, 100, "5:30", 5.82432) == f"{first}\n{second}  val loss 5.8243"
 
     @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
     def test_format_time(self, seconds: float, text: str) -> None:
@@ -62,11 +66,21 @@ class TestPrefix:
         assert terminal == log
         assert terminal.splitlines() == [
             "GPU2:INFO | two",
-            "GPU2:INFO | lines",
+            "GPU2:INFO |   lines",
             "GPU2:WARNING | careful",
             "GPU2:WARNING |   of this",
             f"GPU2:INFO | [GPU 2] {LINE}",
         ]
+
+    def test_without_a_gpu_the_label_is_the_rank(self) -> None:
+        def use(console: Console) -> None:
+            console.warn("careful")
+            console.begin(100, 0)
+            console.step(METRICS, 330.0)
+
+        terminal, log = output_of(use, label=2, label_name="rank")
+        assert terminal == log
+        assert terminal.splitlines() == ["rank2:WARNING | careful", f"rank2:INFO | [rank 2] {LINE}"]
 
     def test_without_a_label_there_is_no_prefix(self) -> None:
         def use(console: Console) -> None:
@@ -76,7 +90,7 @@ class TestPrefix:
             console.step(METRICS)
 
         expected = LINE.replace("/100", "/-").replace("5:30", "-")
-        assert output_of(use)[0].splitlines() == ["two", "lines", "warning: careful", expected]
+        assert output_of(use)[0].splitlines() == ["two", "  lines", "warning: careful", expected]
 
     def test_a_message_is_one_write_so_that_ranks_do_not_mix(self) -> None:
         class Terminal(io.StringIO):
@@ -86,7 +100,7 @@ class TestPrefix:
 
         writes: list[str] = []
         Console("lines", label=0, terminal=Terminal()).info("a\nb")
-        assert writes == ["GPU0:INFO | a\nGPU0:INFO | b\n"]
+        assert writes == ["GPU0:INFO | a\nGPU0:INFO |   b\n"]
 
     def test_rich_is_imported_only_for_a_bar(self) -> None:
         code = (
@@ -178,6 +192,44 @@ class TestTerminal:
         assert [line.split(" | ")[0] for line in log.getvalue().splitlines()] == [
             "GPU0:WARNING", "GPU0:INFO", "GPU0:INFO",
         ]  # fmt: skip
+
+    def test_a_signal_is_acknowledged_on_a_line_of_its_own_while_a_bar_is_drawn(self) -> None:
+        """The handler must not take a lock of the bar: the thread that draws it may hold it, and wait for the handler.
+
+        Every line that a thread prints draws the bar, and signals arrive all the time.
+        """
+        code = """
+import os, signal, sys, threading
+from torchstone.observe.console import Console
+from torchstone.training.stop import StopRequest, handle_stop_signals
+console = Console("bar")
+console.begin(100, 0)
+is_done = threading.Event()
+def draw():
+    while not is_done.is_set():
+        console.info("from a thread")
+threading.Thread(target=draw, daemon=True).start()
+for step in range(1, 201):
+    request = StopRequest()
+    request.step = step
+    with handle_stop_signals(request):
+        os.kill(os.getpid(), signal.SIGTERM)
+        console.info(f"line {step}")
+is_done.set()
+console.end()
+"""
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=os.environ | {"TERM": "xterm"})
+        os.close(theirs)
+        screen = b""
+        with suppress(OSError):
+            while chunk := os.read(ours, 1 << 16):
+                screen += chunk
+        os.close(ours)
+        assert process.wait(60) == 0
+        for step in range(1, 201):
+            message = f"SIGTERM: finishing step {step}, then saving; press Ctrl-C to quit without saving"
+            assert f"\r\x1b[2K{message}\r\n".encode() in screen
 
     def test_a_file_gets_lines_without_color(self) -> None:
         terminal = io.StringIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,16 @@ class TestTokenizer:
         expected = build_cache(text_file, tokenizer, tmp_path / "b", max_length=None)
         assert saved.ids.tolist() == expected.ids.tolist()
         assert saved.key == expected.key
+
+    def test_a_huge_id_is_refused_before_anything_is_allocated(
+        self, tokenizer_dir: Path, text_file: Path, tmp_path: Path
+    ) -> None:
+        shutil.copytree(tokenizer_dir, tmp_path / "huge")
+        settings = json.loads((tmp_path / "huge/tokenizer.json").read_text())
+        settings["model"]["vocab"]["<|huge|>"] = 4_000_000_000
+        (tmp_path / "huge/tokenizer.json").write_text(json.dumps(settings))
+        with pytest.raises(UsageError, match=r"the token '<\|huge\|>' has the id 4000000000, but ids must be below"):
+            build_cache(text_file, load_tokenizer(tmp_path / "huge"), tmp_path)
 
     def test_large_vocabularies_keep_every_bit_of_an_id(self, tokenizer_dir: Path, tmp_path: Path) -> None:
         large = load_tokenizer(tokenizer_dir)
@@ -160,6 +171,24 @@ class TestBatchSizes:
         self, options: dict[str, int], packed: bool, default_rows: int, expected: BatchSizes
     ) -> None:
         assert resolve_batch_sizes(TrainingConfig(**options), packed, 128, default_rows) == expected
+
+    @pytest.mark.parametrize(
+        ("options", "packed", "dp", "expected"),
+        [
+            ({}, False, 1, BatchSizes(32, 4, None)),
+            ({}, False, 16, BatchSizes(32, 2, None)),
+            ({}, False, 64, BatchSizes(64, 1, None)),
+            ({}, True, 1, BatchSizes(32, None, 128)),
+            ({}, True, 64, BatchSizes(64, None, 128)),
+            ({"global_batch_size": 8}, True, 1, BatchSizes(8, None, 128)),
+            ({"batch_size": 4}, False, 2, BatchSizes(8, 4, None)),
+            ({"grad_accum_steps": 3}, False, 1, BatchSizes(12, 4, None)),
+        ],
+    )
+    def test_a_default_for_samples_per_step_applies_if_no_size_is_set(
+        self, options: dict[str, int], packed: bool, dp: int, expected: BatchSizes
+    ) -> None:
+        assert resolve_batch_sizes(TrainingConfig(**options), packed, 128, 4, dp, default_total=32) == expected
 
     @pytest.mark.parametrize(
         ("options", "packed", "reason"),

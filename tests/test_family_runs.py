@@ -253,7 +253,10 @@ class TestRowsThatAreTooLong:
 
 def test_generation_ends_with_the_learned_positions(runs: Runs) -> None:
     model = load_model(runs.folder("gpt2"), CPU)
-    assert [len(new) for new in model.generate([[1, 2, 3], [4]], max_new_tokens=80)] == [61, 61]
+    both = model.generate([[1, 2, 3], [4]], max_new_tokens=80)
+    assert [len(new) for new in both] == [61, 63]
+    # A row's neighbors change nothing.
+    assert both == [model.generate([prompt], max_new_tokens=80)[0] for prompt in ([1, 2, 3], [4])]
     with pytest.raises(UsageError, match="a prompt fills all of the model's 64 positions"):
         model.generate([[1] * 64], max_new_tokens=1)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 
 import torchstone
 from tiny import write_rows
-from torchstone.data import template
+from torchstone.data import render_limits
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.formats import IGNORE_INDEX, check_train_on
 from torchstone.data.template import TEMPLATES, ChatTemplate, load_template
@@ -127,12 +131,43 @@ class TestFormats:
             ids = with_tools.hf.apply_chat_template(messages, tools=tools, tokenize=True).input_ids
             assert cache.ids.tolist() == ids
 
-    def test_tools_that_a_template_drops_are_an_error(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def test_what_a_template_drops_is_an_error(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
-        rows = [{"messages": [TURNS[1], call]}, {"messages": TURNS, "tools": [{"function": {"name": "now"}}]}]
-        for number, name in enumerate(("tool calls", "tools")):
+        source = "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }};{% endif %}{% endfor %}"
+        (tmp_path / "t.jinja").write_text(source)
+        chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        rows = {
+            "tool calls": {"messages": [TURNS[1], call]},
+            "tools": {"messages": TURNS, "tools": [{"function": {"name": "now"}}]},
+            "reasoning": {"messages": [TURNS[1], TURNS[2] | {"reasoning_content": "Hm."}]},
+            "developer messages": {"messages": [{"role": "developer", "content": "x"}, *TURNS[1:3]]},
+        }
+        for name, row in rows.items():
             with pytest.raises(DataError, match=f"the chat template drops the {name} of this row"):
-                build_cache([rows[number]], tokenizer, tmp_path / str(number))
+                build_cache([row], chosen, tmp_path / name)
+        empty = {"messages": [TURNS[1], TURNS[2] | {"reasoning_content": None, "tool_calls": []}], "tools": []}
+        assert marked_text(build_cache([empty], tokenizer, tmp_path / "empty"), tokenizer) == (
+            "<|user|>Hello.<|end|><|assistant|>⟦Hi<|end|>⟧"
+        )
+
+    def test_a_role_is_known_or_named_by_the_template_or_by_train_on(
+        self, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        """The template of the demo writes any name."""
+        row = {"messages": [{"role": "critic", "content": "Bad."}, TURNS[2]]}
+        with pytest.raises(
+            DataError, match=r"message 0 has the unknown role 'critic'\n(.*\n)*.*known roles are system,"
+        ):
+            build_cache([row], tokenizer, tmp_path / "a")
+        text = "<|critic|>Bad.<|end|><|assistant|>Hi<|end|>"
+        trained = build_cache([row], tokenizer, tmp_path / "b", "critic,assistant")
+        assert marked_text(trained, tokenizer) == text.replace("Bad.<|end|>", "⟦Bad.<|end|>⟧").replace(
+            "Hi<|end|>", "⟦Hi<|end|>⟧"
+        )
+        source = "{% if messages[0].role == 'critic' %}" + tokenizer.hf.chat_template + "{% endif %}"
+        (tmp_path / "t.jinja").write_text(source)
+        named = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        assert named.hf.decode(build_cache([row], named, tmp_path / "c", "last").ids) == text
 
     def test_chatml_renders_tools_and_calls(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
@@ -152,6 +187,48 @@ class TestFormats:
             '<tool_call>\n{"name": "bare", "arguments": {}}\n</tool_call><|im_end|>\n⟧<|im_start|>tool\n12'
         ) in text
         assert text.count("<|im_start|>system") == 1
+
+    def test_arguments_in_a_string_are_parsed(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        """As in OpenAI's API. A template would quote them again."""
+        chatml = load_tokenizer(Path(tokenizer.path), "chatml")
+
+        def row(arguments: Any) -> dict:
+            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            return {"messages": [TURNS[1], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+        rows = [row('{"x": [1, "y"]}'), row({"x": [1, "y"]}), row(""), row("{}")]
+        texts = [marked_text(build_cache([r], chatml, tmp_path / str(n)), chatml) for n, r in enumerate(rows)]
+        assert '⟦<tool_call>\n{"name": "f", "arguments": {"x": [1, "y"]}}\n</tool_call><|im_end|>\n⟧' in texts[0]
+        assert texts[0] == texts[1]
+        assert '"arguments": {}}' in texts[2]
+        assert texts[2] == texts[3]
+        for number, (value, reason) in enumerate([("{x", "is a string that is not JSON"), ("[1]", "not an object")]):
+            with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
+                build_cache([row(value)], chatml, tmp_path / f"bad-{number}")
+
+    def test_chatml_renders_reasoning(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        chatml = load_tokenizer(Path(tokenizer.path), "chatml")
+        turns = [TURNS[1], TURNS[2] | {"reasoning_content": "Greet."}, TURNS[3], TURNS[4]]
+        assert marked_text(build_cache([{"messages": turns}], chatml, tmp_path), chatml) == (
+            "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n⟦<think>\nGreet.\n</think>\n\nHi<|im_end|>\n⟧"
+            "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n⟦Bye<|im_end|>\n⟧"
+        )
+
+    @pytest.mark.parametrize(
+        "value", ['{"name": "f", "arguments": {"x": 1}}', '[{"name": "f", "arguments": "{\\"x\\": 1}"}]']
+    )
+    def test_sharegpt_calls_and_their_results(self, tokenizer: Tokenizer, tmp_path: Path, value: str) -> None:
+        chatml = load_tokenizer(Path(tokenizer.path), "chatml")
+        turns = [("human", "Hello."), ("function_call", value), ("observation", "12"), ("gpt", "Noon")]
+        row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+        assert marked_text(build_cache([row], chatml, tmp_path / "a"), chatml) == (
+            "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n⟦<tool_call>\n"
+            '{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n⟧<|im_start|>tool\n12<|im_end|>\n'
+            "<|im_start|>assistant\n⟦Noon<|im_end|>\n⟧"
+        )
+        row["conversations"][1]["value"] = "f(1)"
+        with pytest.raises(DataError, match="rows.jsonl:1: turn 1 is a string that is not JSON"):
+            build_cache([row], chatml, tmp_path / "b")
 
     @pytest.mark.parametrize(
         ("row", "reason"),
@@ -173,7 +250,11 @@ class TestFormats:
             ({"messages": TURNS, "system": 3}, "system is not a string"),
             ({"messages": [{"role": "gpt", "content": "a"}]}, "has the role 'gpt'.*\n.*\n.*'assistant'"),
             ({"messages": [TURNS[1], {"role": "assistant", "content": " "}]}, "message 1 \\(assistant\\) is empty"),
-            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, "lone surrogate"),
+            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, r"the unknown role 'u\\ud800'"),
+            ({"messages": TURNS, "tools": "[" * 100_000}, "tools is a string that is not JSON: maximum recursion"),
+            ({"messages": [TURNS[1], TURNS[2] | {"tool_calls": "f()"}]}, "message 1: tool_calls is not a list of"),
+            ({"conversations": [{"from": "function_call", "value": "{}"}]}, "turn 0 is a call without name and"),
+            ({"\ud800": 1}, r"unknown row format: its keys are \\ud800"),
             ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "lone surrogate at character 0"),
             ({"conversations": [{"from": "nobody", "value": "a"}]}, "turn 0 is from 'nobody'"),
             ({"conversations": []}, "conversations is empty"),
@@ -243,10 +324,51 @@ class TestMasks:
             "<|assistant|>⟦Bye<|end|>⟧"
         )
         turns[2]["weight"] = 0.5
-        with pytest.raises(DataError, match="message 2: train must be true or false"):
+        with pytest.raises(DataError, match="message 2: weight must be 0 or 1"):
             build_cache([{"messages": turns}], tokenizer, tmp_path / "b", "flag")
         with pytest.raises(DataError, match="no message is flagged"):
             build_cache([{"messages": [TURNS[1], TURNS[2] | {"train": False}]}], tokenizer, tmp_path / "c", "flag")
+
+    @pytest.mark.parametrize(
+        ("train_on", "weights", "expected"),
+        [
+            ("assistant", {2: 0}, "SU[Hi]U⟦Bye⟧"),
+            ("assistant", {2: 0, 4: 1}, "SU[Hi]U⟦Bye⟧"),
+            ("assistant", {1: 0, 2: 1.0, 4: False}, "SU⟦Hi⟧U[Bye]"),
+            ("last", {2: 1}, "SU⟦Hi⟧U⟦Bye⟧"),
+            ("last", {2: None}, "SU[Hi]U⟦Bye⟧"),
+        ],
+    )
+    def test_the_weight_of_a_message_masks_or_trains_it(
+        self, tokenizer: Tokenizer, tmp_path: Path, train_on: str, weights: dict, expected: str
+    ) -> None:
+        turns = [turn | ({"weight": weights[n]} if n in weights else {}) for n, turn in enumerate(TURNS)]
+        for short, text in {"[": "<|assistant|>", "]": "<|end|>", "⟦": "<|assistant|>⟦", "⟧": "<|end|>⟧"}.items():
+            expected = expected.replace(short, text)
+        expected = expected.replace("S", "<|system|>Be brief.<|end|>")
+        expected = expected.replace("U", "<|user|>Hello.<|end|>", 1).replace("U", "<|user|>And now?<|end|>", 1)
+        assert marked_text(build_cache([{"messages": turns}], tokenizer, tmp_path, train_on), tokenizer) == expected
+
+    @pytest.mark.parametrize("weight", [0.5, 2, -1, "1", [1]])
+    def test_any_other_weight_is_an_error(self, tokenizer: Tokenizer, tmp_path: Path, weight: Any) -> None:
+        row = {"messages": [TURNS[1], TURNS[2] | {"weight": weight}]}
+        for train_on in ("assistant", "all"):
+            with pytest.raises(DataError, match="rows.jsonl:1: message 1: weight must be 0 or 1"):
+                build_cache([row], tokenizer, tmp_path / train_on, train_on)
+
+    def test_a_weight_of_zero_masks_a_message_where_everything_is_trained(
+        self, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        turns = [*TURNS[:2], TURNS[2] | {"weight": 0}, TURNS[3], TURNS[4] | {"weight": 1}]
+        expected = (
+            "<|system|>⟦Be brief.<|end|><|user|>Hello.<|end|>⟧<|assistant|>Hi<|end|>⟦<|user|>And now?<|end|>"
+            "<|assistant|>Bye<|end|>⟧"
+        )
+        assert marked_text(build_cache([{"messages": turns}], tokenizer, tmp_path / "a", "all"), tokenizer) == expected
+        unmasked = build_cache([{"messages": turns, "unmask": True}], tokenizer, tmp_path / "b")
+        assert marked_text(unmasked, tokenizer) == expected.replace("⟦Be brief.<|end|>", "Be brief.<|end|>⟦")
+        with pytest.raises(DataError, match="no message is flagged for training"):
+            build_cache([{"messages": turns[:3]}], tokenizer, tmp_path / "c")
 
     def test_unmask_trains_everything_but_the_system_message(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         rows = [
@@ -338,7 +460,7 @@ class TestTemplates:
     def test_an_endless_template_is_stopped(
         self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(template, "TIME_LIMIT", 0.3)
+        monkeypatch.setattr(render_limits, "TIME_LIMIT", 0.3)
         loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
         (tmp_path / "loops.jinja").write_text(loops)
         endless = load_tokenizer(Path(tokenizer.path), str(tmp_path / "loops.jinja"))
@@ -380,11 +502,47 @@ class TestTemplates:
     def test_the_date_in_a_template_is_fixed(self) -> None:
         assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render_prompt([]) == "01 Jan 2025"
 
-    @pytest.mark.parametrize("source", ["{{ 'x' * 99999999 }}", "{{ [1] * 99999999 }}", "{{ 9 ** 99999999 }}"])
-    def test_a_template_cannot_fill_the_memory(self, source: str) -> None:
-        with pytest.raises(DataError, match="would create a value of size"):
-            ChatTemplate(source, {}).render_prompt(TURNS)
-        assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}", {}).render_prompt(TURNS) == "---10244.5"
+    @pytest.mark.parametrize(
+        "expression",
+        ["n.x ~ n.x", "n.x + n.x", "n.x * 9", "[n.x, n.x] | join", "n.x.replace('x', n.x)", "[n.x, [n.x]] | string",
+         "n.x | center(99999999999)", "n.x.ljust(99999999999)", "'%99999999999d' | format(1)",
+         "n.x | indent(9999999, blank=true)", "'{:99999999999}'.format(1)", "'%99999999999d' % 1",
+         "[n.x] | tojson(indent=99999999999)"],
+    )  # fmt: skip
+    def test_a_template_cannot_fill_the_memory(self, expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(render_limits, "MEMORY_LIMIT", 1 << 26)
+        loop = "{% set n = namespace(x='x\n') %}{% for i in range(99) %}{% set n.x = EXPRESSION %}{% endfor %}"
+        chat_template = ChatTemplate(loop.replace("EXPRESSION", expression), {})
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        with pytest.raises(DataError, match="needs more than 64 MiB"):
+            chat_template.render_prompt(TURNS)
+        assert resource.getrlimit(resource.RLIMIT_AS) == before
+        assert len("x" * (1 << 27)) == 1 << 27
+
+    @pytest.mark.parametrize("source", ["{{ 9 ** 99999999 }}", "{{ (" + "(" * 9999 + "1" + ")" * 9999 + ") }}"])
+    def test_a_template_that_cannot_be_compiled_is_refused(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """jinja2 evaluates constants when it compiles."""
+        monkeypatch.setattr(render_limits, "TIME_LIMIT", 0.2)
+        with pytest.raises(UsageError, match="the chat template is invalid"):
+            ChatTemplate(source, {})
+
+    def test_a_template_cannot_write_much_more_than_the_conversation(self) -> None:
+        """A thousand rows that become a megabyte each would fill the memory too. A long conversation may be long."""
+        with pytest.raises(DataError, match="it writes 999,900 characters for a conversation of"):
+            ChatTemplate("{% for n in range(100) %}{{ 'x' * 9999 }}{% endfor %}", {}).render_prompt(TURNS)
+        messages = [{"role": "user", "content": "x" * 200_000}]
+        assert len(ChatTemplate("{{ messages[0]['content'] * 2 }}", {}).render_prompt(messages)) == 400_000
+
+    def test_a_template_that_python_cannot_interrupt_ends_the_process(self, tokenizer: Tokenizer) -> None:
+        """The comparison of nested lists is a single operation, and takes 2^60 steps."""
+        nest = "{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+        source = "{% set n = namespace(a=[1], b=[1]) %}" + nest + "{{ n.a == n.b }}"
+        code = (
+            "from torchstone.data import render_limits as limits; from torchstone.data.template import ChatTemplate\n"
+            "limits.TIME_LIMIT, limits.KILL_AFTER = 0.1, 0.2\n"
+            f"ChatTemplate({source!r}, {{}}).render_prompt([])"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGPROF
 
     @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
     def test_built_in_templates_render_as_in_transformers(self, tokenizer: Tokenizer, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -96,8 +97,8 @@ class TestFigures:
             "p99": pytest.approx(95 + 0.93 * 6), "max": 101,
         }  # fmt: skip
         assert [(e["low"], e["high"], e["count"]) for e in source["histogram"]] == [
-            (1, 10, 3), (11, 20, 2), (21, 30, 1), (31, 40, 0), (41, 50, 0), (51, 60, 0), (61, 70, 0), (71, 80, 0),
-            (81, 90, 0), (91, 100, 1), (101, 110, 1),
+            (1, 10, 3), (11, 20, 2), (21, 30, 1), (31, 40, 0), (41, 50, 0), (51, 60, 0), (61, 64, 0), (65, 70, 0),
+            (71, 80, 0), (81, 90, 0), (91, 100, 1), (101, 110, 1),
         ]  # fmt: skip
 
     @pytest.mark.parametrize("longest", [2, 12, 13, 100, 5000])
@@ -115,7 +116,58 @@ class TestFigures:
         cache = build_cache(tokens_file(tmp_path / "t.jsonl", [30, 40, 60, 150, 9000]), tokenizer, None, "")
         _, source = inspect(cache, tokenizer)
         counts = {(entry["low"], entry["high"]): entry["count"] for entry in source["histogram"] if entry["count"]}
-        assert counts == {(1, 50): 2, (51, 100): 1, (101, 200): 1, (5001, 10000): 1}
+        assert counts == {(1, 50): 2, (51, 64): 1, (101, 200): 1, (5001, 10000): 1}
+
+    @pytest.mark.parametrize("on_long_row", ["drop", "truncate", "split"])
+    def test_lengths_are_those_before_rows_are_cut(
+        self, tokenizer: Tokenizer, tmp_path: Path, on_long_row: str
+    ) -> None:
+        lengths = [10, 64, 65, 500, 600, 3000]
+        cache = build_cache(tokens_file(tmp_path / "t.jsonl", lengths), tokenizer, 64, on_long_row)
+        report, source = inspect(cache, tokenizer)
+        assert (source["lengths"]["max"], source["lengths"]["median"]) == (3000, 282.5)
+        assert sum(entry["count"] for entry in source["histogram"]) == 6
+        assert sum(entry["count"] for entry in source["histogram"] if entry["low"] > 64) == 4
+        keys = ("context_length", "rows", "dropped_tokens", "cut_tokens")
+        assert [tuple(entry[key] for key in keys) for entry in source["context_lengths"]] == [
+            (64, 4, 4165, 4165 - 4 * 64),
+            (512, 2, 3600, 3600 - 2 * 512),
+            (1024, 1, 3000, 3000 - 1024),
+            (2048, 1, 3000, 952),
+            (4096, 0, 0, 0),
+        ]
+        entry = source["context_lengths"][1]
+        shares = (entry["rows_share"], entry["dropped_share"], entry["cut_share"])
+        assert shares == (2 / 6, 3600 / sum(lengths), 2576 / sum(lengths))
+        for text in (console_text(report), Page(html_page(report)).text):
+            for cell in (
+                "64 (now)",
+                "2,048",
+                "2 (33.3 %)",
+                "3,600 (84.9 %)",
+                "2,576 (60.8 %)",
+                "data.context_length 64",
+            ):
+                assert cell in text
+
+    def test_a_source_of_long_rows_is_refused_not_kept(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        report, source = inspect(build_cache(tokens_file(tmp_path / "t.jsonl", [70, 80, 90]), tokenizer), tokenizer)
+        assert ([entry["count"] for entry in source["dropped"]], source["notes"]) == ([3], [])
+        assert source["refused"] == "none of its 3 rows has a loss token"
+        text = console_text(report)
+        assert "a run refuses this source: none of its 3 rows has a loss token\ndropped 3: rows longer" in text
+        assert "kept" not in text
+        assert source["refused"] in Page(html_page(report)).text
+
+    def test_a_cache_of_an_earlier_version_says_that_it_lacks_the_long_rows(
+        self, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        cache = build_cache(tokens_file(tmp_path / "t.jsonl", [10, 70, 80]), tokenizer)
+        assert inspect(cache, tokenizer)[1]["lengths_note"] is None
+        (cache.folder / "row_lengths.bin").unlink()
+        _, source = inspect(TokenCache(cache.folder, cache.source), tokenizer)
+        assert source["lengths"]["max"] == 10
+        assert source["lengths_note"].startswith("the full lengths of 2 long rows are unknown")
 
 
 class TestExamples:
@@ -218,7 +270,7 @@ class TestConsole:
             "<|system|>Be kind.<|end|><|user|>Hi↵\nyou<|end|><|assistant|>⟦Yes↵\n<|end|>⟧"
             "<|user|>7<|end|><|assistant|>⟦8<|end|>⟧\n\n"
             "  rows             1\n  sequences        1\n  tokens          27\n  trained tokens   6  (22.2 %)\n"
-            "length in tokens: 27 shortest, 27 median, 27.0 mean, 27 at 90 %, 27 at 99 %, 27 longest\n"
+            "length of the rows in tokens: 27 shortest, 27 median, 27.0 mean, 27 at 90 %, 27 at 99 %, 27 longest\n"
             "    1-5  0\n   6-10  0\n  11-15  0\n  16-20  0\n  21-25  0\n"
             f"  26-30  1  {'█' * 30}\n\n"
         )
@@ -320,3 +372,15 @@ class TestPage:
         assert "http://" not in html
         assert "https://" not in html
         assert "prefers-color-scheme: dark" in html
+
+    def test_the_page_is_written_besides_the_text(
+        self, tokenizer_dir: Path, chat_file: Path, tmp_path: Path, torchstone: Callable[..., tuple[int, str, str]]
+    ) -> None:
+        args = ("--model.tokenizer", tokenizer_dir, "--data.path", chat_file, "--data.cache_dir", tmp_path / "cache")
+        code, text, _ = torchstone("inspect-data", *args)
+        assert code == 0
+        page = tmp_path / "page.html"
+        code, out, err = torchstone("inspect-data", *args, "--html", page)
+        assert (code, out) == (0, text)
+        assert err.endswith(f"wrote {page}\n")
+        assert page.read_text().startswith("<!doctype html>")

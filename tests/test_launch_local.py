@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,8 +20,10 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from tiny import flags
 from torchstone import heartbeat
 from torchstone.config.schema import ParallelConfig, SystemConfig
+from torchstone.data.cache import MIN_POOL_BYTES
 from torchstone.errors import WorkerError
 from torchstone.launch import local, supervise
 from torchstone.launch.gpus import Gpu
@@ -49,7 +52,7 @@ def stop(number, frame):
     time.sleep(0.5 * rank)
     write(f"saved-{rank}", signal.Signals(number).name)
     os._exit(75)
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, stop)
 write(f"ready-{rank}", str(os.getpid()))
 """
@@ -88,7 +91,8 @@ def handlers() -> Iterator[dict[int, Any]]:
 
 
 def run_workers(command: list[str], nproc: int, max_restarts: int = 0, logs: Path | None = None, **system: Any) -> int:
-    return local.run_workers(LaunchPlan(nproc, SystemConfig(**system), max_restarts=max_restarts), command, logs)
+    files = None if logs is None else local.WorkerFiles(logs)
+    return local.run_workers(LaunchPlan(nproc, SystemConfig(**system), max_restarts=max_restarts), command, files)
 
 
 def command(script: str, folder: Path) -> list[str]:
@@ -207,6 +211,27 @@ with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=Fal
             assert of_worker
             assert all(ip_address(address).is_loopback for address in of_worker), of_worker
             assert of_launcher == []
+
+    def test_a_single_process_listens_on_the_loopback_although_its_machine_has_an_address(self, tmp_path: Path) -> None:
+        """Mixed precision needs a process group of one. gloo looks up the machine's name."""
+        addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
+        address = next((a for a in addresses if a.count(".") == 3 and not a.startswith("127.")), None)
+        (tmp_path / "hosts").write_text(f"{address} training-machine\n")
+        namespace = ["unshare", "--mount", "--uts", "sh", "-c"]
+        name = f"hostname training-machine && mount --bind {tmp_path}/hosts /etc/hosts"
+        if address is None or subprocess.run([*namespace, name], capture_output=True, check=False).returncode:
+            pytest.skip("needs an address other than the loopback, and `unshare`, `hostname` and `mount` as root")
+        script = """
+import psutil, torch
+from torchstone.config.schema import ParallelConfig
+from torchstone.parallel.mesh import init_distributed
+with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=True):
+    connections = psutil.Process().net_connections(kind="inet")
+    print(*{connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN})
+"""
+        command = [*namespace, f'{name} && exec "$@"', "sh", sys.executable, "-c", script]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        assert (result.returncode, result.stdout) == (0, "127.0.0.1\n"), result.stderr
 
     def test_ranks_that_do_not_come_are_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         values = {"RANK": "1", "WORLD_SIZE": "4", heartbeat.STORE_VARIABLE: str(tmp_path / "store")}
@@ -335,14 +360,16 @@ class TestSignals:
         assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == ["SIGTERM", "SIGTERM"]
         assert all(has_ended(pid) for pid in pids)
 
-    @pytest.mark.parametrize(("number", "forwarded"), [("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM")])
+    @pytest.mark.parametrize(
+        ("number", "printed"), [("SIGINT", "stopping; press Ctrl-C again to quit at once\n"), ("SIGHUP", "")]
+    )
     def test_ctrl_c_and_a_closed_terminal_let_workers_save_too(
-        self, tmp_path: Path, number: str, forwarded: str, handlers: dict[int, Any], capfd: pytest.CaptureFixture[str]
+        self, tmp_path: Path, number: str, printed: str, handlers: dict[int, Any], capfd: pytest.CaptureFixture[str]
     ) -> None:
         script = SAVE_ON_SIGNAL + ALL_READY + f"os.kill(os.getppid(), signal.{number}) if rank == 0 else None\n"
         assert run_workers(command(script + "time.sleep(100)", tmp_path), 2) == 75
-        assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == [forwarded, forwarded]
-        assert capfd.readouterr() == ("", "")
+        assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == [number, number]
+        assert capfd.readouterr() == ("", printed)
         assert {number: signal.getsignal(number) for number in handlers} == handlers
 
     def test_an_ignored_hangup_stays_ignored(self, tmp_path: Path, handlers: dict[int, Any]) -> None:
@@ -373,7 +400,10 @@ if rank == 1:
         began = time.monotonic()
         assert run_workers(command(script, tmp_path), 2) == 7
         assert time.monotonic() - began < LIMIT
-        assert capfd.readouterr().err == "error: rank 1 failed first: did not end in time and was killed\n"
+        assert capfd.readouterr().err == (
+            "stopping; press Ctrl-C again to quit at once\nquitting\n"
+            "error: rank 1 failed first: did not end in time and was killed\n"
+        )
         assert all(has_ended(pid) for pid in ready_pids(tmp_path))
 
 
@@ -512,9 +542,40 @@ time.sleep(100)
         assert all(has_ended(pid) for pid in pids)
         assert (tmp_path / "rank-1.log").read_text() == "from 1\nasked\n"
 
+    @pytest.mark.parametrize(
+        ("step", "number", "message"),
+        [
+            (7, "SIGINT", "finishing step 7, then saving; press Ctrl-C again to quit without saving"),
+            (7, "SIGHUP", "SIGHUP: finishing step 7, then saving; press Ctrl-C to quit without saving"),
+            (0, "SIGINT", "stopping: no step has begun, so there is nothing new to save"),
+        ],
+    )
+    def test_a_signal_is_acknowledged_before_the_workers_have_saved(
+        self, tmp_path: Path, handlers: dict[int, Any], capfd: pytest.CaptureFixture[str], step: int, number: str,
+        message: str,
+    ) -> None:  # fmt: skip
+        """The second rank saves only when the message has been printed, to a file that it can read."""
+        script = f"""
+def stop(*_):
+    while {message!r} not in Path("/proc", str(os.getppid()), "fd", "2").read_text():
+        time.sleep(0.01)
+    os._exit(75)
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, stop)
+heartbeat.report_phase("computing", {step})
+Path(sys.argv[1], f"ready-{{rank}}").touch()
+while rank == 0 and not Path(sys.argv[1], "ready-1").exists():
+    time.sleep(0.01)
+if rank == 0:
+    os.kill(os.getppid(), signal.{number})
+time.sleep(100)
+"""
+        assert self.run(script, tmp_path, hang_timeout=60) == 75
+        assert message in capfd.readouterr().err.splitlines()
+
     def test_a_child_process_of_a_worker_has_no_heartbeat(self, tmp_path: Path) -> None:
-        script = "assert not {'TORCHSTONE_HEARTBEATS', 'TORCHELASTIC_ERROR_FILE'} & set(os.environ)"
-        assert self.run(script, tmp_path) == 0
+        names = {"TORCHSTONE_HEARTBEATS", "TORCHSTONE_LAUNCHER", "TORCHSTONE_LOCK", "TORCHELASTIC_ERROR_FILE"}
+        assert self.run(f"assert not {names} & set(os.environ)", tmp_path) == 0
 
     def test_a_heartbeat_is_never_read_half_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A time of zero would look like a worker that has been silent since the machine was started."""
@@ -537,3 +598,85 @@ while time.monotonic() < deadline:
             seen.append((beat.alive_at > 0, beat.progress_at > 0, beat.step))
         assert set(seen) <= {(True, True, 0), (True, True, 7)}
         assert seen[-1] == (True, True, 7)
+
+
+def is_tokenizing(process: psutil.Process) -> bool:
+    """Whether it is a tokenizing process that waits for work: it ignores Ctrl-C from then on."""
+    try:
+        status = Path("/proc", str(process.pid), "status").read_text()
+        ignored = int(status.partition("SigIgn:")[2].split()[0], base=16)
+        return any("tokenizer_pool" in arg for arg in process.cmdline()) and bool(ignored & 1 << (signal.SIGINT - 1))
+    except (psutil.Error, OSError):
+        return False
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie is not: it only waits for its new parent to notice."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class TestOrphans:
+    """A launcher that is killed cannot stop its processes: they must notice."""
+
+    SECONDS = 20
+
+    def killed(self, launcher: psutil.Popen, is_ready: Callable[[list[psutil.Process]], bool]) -> list[psutil.Process]:
+        """Kills the launcher when its descendants are as wanted; returns those that still run some time later."""
+        children: list[psutil.Process] = []
+        deadline = time.monotonic() + LIMIT
+        while not is_ready(children):
+            assert time.monotonic() < deadline
+            children = launcher.children(recursive=True)
+            time.sleep(0.005)
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + self.SECONDS
+        while (orphans := [child for child in children if is_alive(child)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for orphan in orphans:
+            orphan.kill()
+        return orphans
+
+    def launcher(self, script: str, folder: Path) -> psutil.Popen:
+        worker = [sys.executable, "-c", TestHeartbeat.BEGIN + script, str(folder)]
+        return psutil.Popen([sys.executable, "-c", LAUNCHER, json.dumps([worker, 2, 0])])
+
+    def test_workers_end_if_their_launcher_is_killed_right_after_it_started_them(self, tmp_path: Path) -> None:
+        launcher = self.launcher("time.sleep(100)", tmp_path)
+        assert self.killed(launcher, lambda children: len(children) == 2) == []
+        assert list(tmp_path.iterdir()) == [], "the workers had begun before their launcher was killed"
+
+    def test_a_worker_that_does_not_react_is_killed(self, tmp_path: Path) -> None:
+        """Torch waits for other ranks in C++, where Python handles no signals."""
+        script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nheartbeat.ORPHAN_GRACE = 0.5\n"
+        script += "Path(sys.argv[1], f'ready-{rank}').touch()\ntime.sleep(100)"
+        launcher = self.launcher(script, tmp_path)
+        assert self.killed(launcher, lambda _: len(list(tmp_path.glob("ready-*"))) == 2) == []
+
+    def test_a_worker_behind_a_shell_is_no_orphan(self, tmp_path: Path) -> None:
+        script = "time.sleep(1.2)\nPath(sys.argv[1], f'done-{rank}').touch()"
+        worker = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", TestHeartbeat.BEGIN + script, str(tmp_path)]
+        assert run_workers(worker, 2, logs=tmp_path) == 0
+        assert len(list(tmp_path.glob("done-*"))) == 2
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, and a kernel that signals orphans")
+    def test_a_preparation_and_its_tokenizing_processes_end_with_the_launcher(
+        self, tmp_path: Path, text_file: Path, settings: Callable[..., dict[str, Any]]
+    ) -> None:
+        """The tokenizing processes are stopped, so that they cannot end in any other way."""
+        text = text_file.read_text()
+        (tmp_path / "large.jsonl").write_text(text * (MIN_POOL_BYTES // len(text) + 1))
+        overrides = settings(
+            data__path=str(tmp_path / "large.jsonl"), data__cache_dir=str(tmp_path / "cache"), data__prepare_workers=2
+        )
+
+        def is_ready(children: list[psutil.Process]) -> bool:
+            tokenizing = [child for child in children if is_tokenizing(child)]
+            for child in tokenizing:
+                child.suspend()
+            return len(tokenizing) == 2
+
+        command = [sys.executable, "-m", "torchstone.cli", "train", *flags(overrides), "--nproc", "2"]
+        assert self.killed(psutil.Popen(command), is_ready) == []

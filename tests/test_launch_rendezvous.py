@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
 import time
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from processes import PRELOADED
 from torchstone.config.schema import SystemConfig
+from torchstone.errors import UsageError
 from torchstone.launch import rendezvous
 from torchstone.launch.local import run_workers
 from torchstone.launch.nodes import Nodes
@@ -54,13 +60,14 @@ class Launchers:
         self.processes: list[BaseProcess] = []
 
     def start(
-        self, script: str, rank: int | None, nnodes: tuple[int, int] = (2, 2), nproc: int = 1, **options: Any
-    ) -> None:
+        self, script: str, rank: int | None, nnodes: tuple[int, int] = (2, 2), nproc: int = 1,
+        secret: str = "of the run", **options: Any,
+    ) -> None:  # fmt: skip
         command = [sys.executable, "-S", "-E", "-c", WORKER + script, str(self.folder)]
         system = SystemConfig(join_timeout=options.pop("join_timeout", LIMIT))
         plan = LaunchPlan(nproc, system, Nodes(*nnodes, node_rank=rank, rdzv_endpoint=self.endpoint), **options)
         screen = self.folder / f"screen-{len(self.processes)}"
-        process = self.context.Process(target=launch, args=(screen, plan, command))
+        process = self.context.Process(target=launch, args=(screen, plan, command, secret))
         process.start()
         self.processes.append(process)
 
@@ -76,10 +83,11 @@ class Launchers:
         return {file.name: file.read_text() for file in self.folder.glob("[0-9]-[0-9]")}
 
 
-def launch(screen: Path, plan: LaunchPlan, command: list[str]) -> None:
+def launch(screen: Path, plan: LaunchPlan, command: list[str], secret: str) -> None:
     with screen.open("wb") as file:
         os.dup2(file.fileno(), 2)
     rendezvous.LAST_CALL = 1
+    os.environ[rendezvous.SECRET_VARIABLE] = secret
     os._exit(run_workers(plan, command, ignore_late_signals=True))
 
 
@@ -194,6 +202,78 @@ def test_without_node_ranks_the_nodes_still_get_different_ranks(launchers: Launc
         launchers.start("", None)
     assert launchers.codes() == [0, 0], launchers.screen(0) + launchers.screen(1)
     assert launchers.attempts() == {"0-0": "2 0 1 0 2", "1-0": "2 0 1 1 2"}
+
+
+class TouchFile:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_a_state_without_the_secret_ends_the_wait_and_is_not_unpickled(launchers: Launchers) -> None:
+    """Whoever reaches the rendezvous can write to its store, and a pickle can run any code."""
+    launchers.start("", 0)
+    wait_for(launchers.folder / "screen-0")
+    host, port = launchers.endpoint.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
+    backend = C10dRendezvousBackend(store, Nodes.rdzv_id)
+    deadline = time.monotonic() + LIMIT
+    while (state := backend.get_state()) is None:
+        assert time.monotonic() < deadline
+    while not backend.set_state(pickle.dumps(TouchFile(launchers.folder / "executed")), state[1])[2]:
+        state = backend.get_state()
+    assert launchers.codes() == [7]
+    assert not (launchers.folder / "executed").exists()
+    error = launchers.screen(0).splitlines()[-2]
+    assert error.startswith(f"error: the node at {launchers.endpoint} belongs to another run, or someone else wrote to")
+
+
+def test_nodes_with_different_secrets_do_not_meet(launchers: Launchers) -> None:
+    for node in range(2):
+        launchers.start("", node, join_timeout=4, secret=str(node))
+    assert launchers.codes() == [7, 7]
+    assert "is not signed with the secret of this run" in launchers.screen(0) + launchers.screen(1)
+    assert launchers.attempts() == {}
+
+
+def test_the_launchers_listen_at_the_address_of_the_endpoint_only(launchers: Launchers) -> None:
+    script = "wait_for('checked')"
+    for node in range(2):
+        launchers.start(script, node)
+    wait_for(launchers.folder / "0-0")
+    wait_for(launchers.folder / "1-0")
+    connections = [
+        connection
+        for process in launchers.processes
+        for connection in psutil.Process(process.pid).net_connections(kind="inet")
+    ]
+    listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    (launchers.folder / "checked").touch()
+    assert launchers.codes() == [0, 0], launchers.screen(0) + launchers.screen(1)
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    printed = {line for line in launchers.screen(0).splitlines() if " listens at " in line}
+    titles = {int(launchers.endpoint.split(":")[1]): "the rendezvous"}
+    assert len(listening) == 2
+    assert printed == {
+        f"{titles.get(port, 'the store of the workers')} listens at {ip}, port {port}" for ip, port in listening
+    }
+    assert " listens at " not in launchers.screen(1)
+
+
+def test_the_first_node_creates_a_secret_that_only_its_user_can_read(tmp_path: Path) -> None:
+    file = tmp_path / "run/.rendezvous-secret"
+    secrets = [rendezvous.read_secret(file) for _ in range(2)]
+    assert secrets[0] == secrets[1] == file.read_bytes()
+    assert len(secrets[0]) == 64
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert list(file.parent.iterdir()) == [file]
+    file.write_text("")
+    with pytest.raises(UsageError, match="is empty"):
+        rendezvous.read_secret(file)
 
 
 def test_the_address_of_a_node_is_the_one_by_which_the_first_node_sees_it() -> None:

@@ -46,7 +46,7 @@ def test_a_whole_run_from_a_file_equals_the_plain_loop(
         "model.path": str(llama_dir), "data.path": str(tmp_path / "rows.jsonl"), "data.shuffle": False,
         "data.packing": packing, "training.max_steps": 5, "training.global_batch_size": 8,
         "optim.learning_rate": 3e-3, "optim.eps": 1e-4, "optim.schedule": "linear", "optim.max_grad_norm": MAX_NORM,
-        "optim.weight_decay": WEIGHT_DECAY,
+        "optim.weight_decay": WEIGHT_DECAY, "optim.warmup_ratio": 0,
     }  # fmt: skip
     overrides |= {"training.max_tokens_per_gpu": 48} if packing else {"training.batch_size": 2}
     result = api.train(load_config(overrides=overrides))

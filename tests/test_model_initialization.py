@@ -184,7 +184,7 @@ class TestModelTokenizerAlignment:
         note = (
             f"the tokenizer has {tokenizer.size} tokens, the model has {SMALL_VOCABULARY} embeddings: resized to {size}"
         )
-        assert err.count(f"GPU0:WARNING | {note}") == 1
+        assert err.count(f"rank0:WARNING | {note}") == 1
         assert f"eos_token_id: 17 in the model is now {tokenizer.hf.eos_token_id}, as in the tokenizer" in err
         api.export(str(result.checkpoint), tmp_path / "out")
         model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
@@ -417,14 +417,14 @@ class TestNotes:
         self, settings: Settings, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], note: str
     ) -> None:
         lines = self.logged(capsys, settings(**changes))
-        assert [line for line in lines if " | attention: " in line] == [f"GPU0:INFO | {note}"]
+        assert [line for line in lines if " | attention: " in line] == [f"rank0:INFO | {note}"]
 
     def test_dropout_that_is_not_applied(
         self, settings: Settings, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = make_llama(tmp_path / "model", tokenizer, attention_dropout=0.1)
         warning = "config.json asks for dropout (attention_dropout 0.1); the native decoder trains without it"
-        assert self.logged(capsys, from_folder(settings, folder)).count(f"GPU0:WARNING | {warning}") == 1
+        assert self.logged(capsys, from_folder(settings, folder)).count(f"rank0:WARNING | {warning}") == 1
 
     def test_the_fallback_and_the_reason(
         self, settings: Settings, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,7 @@ from torchstone import api
 from torchstone.checkpoint import manifest
 from torchstone.config import load_config
 from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
+from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
@@ -75,10 +76,11 @@ def train_and_die_before_marking(overrides: dict[str, Any], step: int) -> None:
 
 
 def chat_run(settings: Settings, chat_file: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    """30 conversations in steps of 7: the first epoch ends within step 5. A checkpoint every second step."""
+    """30 conversations in steps of 7: the first epoch ends within step 5. A checkpoint every second step, all kept."""
     base = {
         "data__path": str(chat_file), "data__context_length": 64, "training__max_steps": STEPS,
-        "training__global_batch_size": 7, "checkpoint__every_steps": 2, "output_dir": str(output),
+        "training__global_batch_size": 7, "checkpoint__every_steps": 2, "checkpoint__keep_last": None,
+        "output_dir": str(output),
     }  # fmt: skip
     return settings(**(base | changes))
 
@@ -210,6 +212,44 @@ def test_killed_before_the_best_checkpoint_is_marked(settings: Settings, chat_fi
     assert (root / "step-00000004").is_dir()
 
 
+class TestPatience:
+    """A learning rate that is far too high: the validation loss rises from some step on."""
+
+    CHANGES: dict[str, Any] = VALIDATION | {
+        "training__max_steps": 14, "training__validate_every_steps": 1, "checkpoint__every_steps": 2,
+        "checkpoint__save_best": False, "optim__learning_rate": 1.0, "optim__schedule": "constant",
+        "optim__warmup_steps": 10,
+    }  # fmt: skip
+
+    def test_a_run_stops_after_n_validations_without_improvement_also_when_it_is_resumed(
+        self, settings: Settings, chat_file: Path, tmp_path: Path
+    ) -> None:
+        changes = self.CHANGES | {"data__validation_path": str(chat_file)}
+        whole, run = tmp_path / "whole", tmp_path / "run"
+        api.train(load_config(overrides=chat_run(settings, chat_file, whole, **changes)))
+        lines = exact_metrics(whole)
+        losses = [line["val_loss"] for line in lines]
+        is_stale = [loss >= min(losses[:n], default=float("inf")) for n, loss in enumerate(losses)]
+        last = next(step for step in range(3, 14) if all(is_stale[step - 3 : step]))
+        best = min(losses[:last])
+        assert last < 13, "this test needs a run that gets worse"
+
+        overrides = chat_run(settings, chat_file, run, training__patience=3, **changes)
+        for step in (last - 2, last - 1):
+            assert api.train(load_config(overrides=overrides), callbacks=[StopAt(step)]).stopped == "test"
+        result = api.train(load_config(overrides=overrides))
+        assert (result.step, result.checkpoint) == (last, run / f"checkpoints/step-{last:08d}")
+        assert f"in 3 validations (training.patience 3): the best is {best:.4f}, after step" in str(result.stopped)
+        assert exact_metrics(run) == lines[:last]
+        assert read_metrics(run / "metrics.jsonl")[-1]["stopped"] == result.stopped
+        assert f"stopping early: {result.stopped}" in (run / "logs/rank-0.log").read_text()
+
+        again = api.train(load_config(overrides=overrides))
+        assert (again.step, again.stopped) == (last, result.stopped), "the same command does not train on"
+        assert api.train(load_config(overrides=overrides | {"training.patience": None})).stopped is None
+        assert_same_run(whole, run, 14)
+
+
 class TestAnotherBatchSize:
     @pytest.mark.parametrize(("first", "second"), [(8, 4), (3, 7)])
     def test_an_epoch_still_has_every_sample_once(
@@ -275,6 +315,19 @@ class TestWhatResumeRefuses:
         with pytest.raises(CheckpointError, match="no checkpoint in .* is complete"):
             api.train(load_config(overrides=overrides | {"training.max_steps": 4}))
 
+    def test_files_that_the_newest_checkpoint_was_not_saved_with(
+        self, settings: Settings, chat_file: Path, tmp_path: Path
+    ) -> None:
+        """They would be loaded instead of model.safetensors. The checkpoint is intact: resuming does not go back."""
+        overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=4)
+        api.train(load_config(overrides=overrides))
+        stray = tmp_path / "run/checkpoints/step-00000004/weights-00000.safetensors"
+        shutil.copy(stray.with_name("model.safetensors"), stray)
+        with pytest.raises(CheckpointError, match="does not list: weights-00000.safetensors"):
+            api.train(load_config(overrides=overrides | {"training.max_steps": 5}))
+        stray.unlink()
+        assert api.train(load_config(overrides=overrides | {"training.max_steps": 5})).step == 5
+
     def test_a_named_checkpoint_beside_newer_ones(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
         overrides = chat_run(settings, chat_file, tmp_path / "run", training__max_steps=4)
         api.train(load_config(overrides=overrides))
@@ -292,21 +345,45 @@ class TestWhichCheckpoint:
         overrides = chat_run(settings, chat_file, other, checkpoint__resume=str(run / "checkpoints/step-00000002"))
         api.train(load_config(overrides=overrides), callbacks=[StopAt(5)])
         api.train(load_config(overrides=overrides))
-        assert "has checkpoints of its own: resuming from them" in capsys.readouterr().err
+        warnings = capsys.readouterr().err
+        assert "has checkpoints of its own: resuming from them" in warnings
+        assert "metrics.jsonl lacks" not in warnings, "its metrics begin after step 2"
         assert exact_metrics(other) == exact_metrics(run)[2:]
         assert saved_tensors(other, STEPS)["model.safetensors"] == saved_tensors(run, STEPS)["model.safetensors"]
 
-    def test_a_damaged_one_is_skipped_with_a_warning(
+    def test_a_damaged_one_is_skipped_and_renamed_with_a_warning(
         self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         whole, damaged = tmp_path / "whole", tmp_path / "damaged"
         api.train(load_config(overrides=chat_run(settings, chat_file, whole)))
         overrides = chat_run(settings, chat_file, damaged)
         api.train(load_config(overrides=overrides), callbacks=[StopAt(4)])
-        path = damaged / "checkpoints/step-00000004/optimizer.safetensors"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip_a_bit(damaged / "checkpoints/step-00000004/optimizer.safetensors")
         api.train(load_config(overrides=overrides))
-        assert "optimizer.safetensors: damaged" in capsys.readouterr().err
+        warnings = capsys.readouterr().err
+        assert "optimizer.safetensors: damaged" in warnings
+        assert f"step-00000004 is damaged: renamed to {damaged}/checkpoints/damaged-step-00000004" in warnings
         assert_same_run(whole, damaged, STEPS)
+
+    def test_a_damaged_one_does_not_count_as_one_to_keep(
+        self, settings: Settings, chat_file: Path, tmp_path: Path
+    ) -> None:
+        """A run that resumes from step 2 and is stopped at step 3 must be able to resume, though step 4 was saved."""
+        changes = {"checkpoint__keep_last": 1, "checkpoint__every_steps": 100}
+        overrides = chat_run(settings, chat_file, tmp_path / "run", **changes)
+        for step in (2, 4):
+            api.train(load_config(overrides=overrides | {"checkpoint.keep_last": None}), callbacks=[StopAt(step)])
+        root = tmp_path / "run/checkpoints"
+        (root / "damaged-step-00000004").mkdir()
+        flip_a_bit(root / "step-00000004/model.safetensors")
+        api.train(load_config(overrides=overrides), callbacks=[StopAt(3)])
+        names = sorted(path.name for path in root.iterdir())
+        assert names == ["damaged-step-00000004", "damaged-step-00000004-2", "step-00000002", "step-00000003"]
+        api.train(load_config(overrides=overrides))
+        assert [step for step, _ in manifest.list_checkpoints(root)] == [3, STEPS], "step 3 was resumed from"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -153,7 +153,7 @@ class TestWrongUsage:
             ("mid_train", "--auto-batch-size", "automatic batch size is not in this version"),
             ("chat_sft", "--batch_size_margin 0.85", "automatic batch size is not in this version"),
             ("chat_sft", "--batch-size-cache=False", "automatic batch size is not in this version"),
-            ("base_train", "--depth 2 --learning-rate 1", "did you mean --optim.learning_rate?"),
+            ("base_train", "--depth 2 --learning-rate 1", "in Torchstone this is --optim.learning_rate"),
             ("base_train", "--depth 2 --optim.learning_rat 1", "did you mean 'optim.learning_rate'?"),
             ("base_train", "--depth 2 none.yaml", "config file none.yaml does not exist"),
             ("base_train", "--depth 2 --preset debgu", "did you mean 'debug'?"),
@@ -244,6 +244,13 @@ class TestPreviousRun:
         assert code == 0
         assert (warning in err) if warning else ("warning" not in err), err
 
+    def test_mid_train_starts_from_a_run_with_a_damaged_config(self, script: RunScript) -> None:
+        make_run("base-d4", 100, 8)
+        Path("runs/base-d4/config.json").write_text("{")
+        code, _, err = script("mid_train", "--print-config")
+        assert code == 0
+        assert "warning: runs/base-d4/config.json" in err
+
 
 class TestHelp:
     @pytest.mark.parametrize("name", SCRIPTS)
@@ -303,5 +310,5 @@ class TestTheChain:
 
         log = run("chat_sft", "--data", chat_file, "--max-steps=1", "--optim.learning_rate=0", "--depth=1")
         assert "chat_sft: starting from runs/mid-d1, the mid run of depth 1" in log
-        assert "of 4 samples, micro-batches of 4 rows" in log
+        assert "of 32 samples, micro-batches of 4 rows" in log
         assert weights("sft-d1", 1) == weights("mid-d1", 2)

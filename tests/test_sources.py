@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,18 @@ import pytest
 
 from tiny import write_rows
 from torchstone.data import json_array, sources
-from torchstone.data.sources import BadRow, count_rows, find_files, parse_rows, read_chunks, read_rows, truncate_chunk
+from torchstone.data.cache import open_source
+from torchstone.data.formats import used_keys
+from torchstone.data.sources import (
+    BadRow,
+    Row,
+    count_rows,
+    find_files,
+    parse_rows,
+    read_chunks,
+    read_rows,
+    truncate_chunk,
+)
 from torchstone.errors import DataError, UsageError
 
 ROWS = [{"text": f"row {n} " + "x" * (n * 7 % 50)} for n in range(100)]
@@ -105,6 +117,40 @@ class TestFiles:
         pq.write_table(pa.table({"when": times, "who": ["a"]}), tmp_path / "b.parquet")
         assert [list(row.value) for row in read_rows(tmp_path / "b.parquet")] == [["when", "who"]]
 
+    def test_an_unreadable_value_is_the_fault_of_its_row(self, tmp_path: Path) -> None:
+        times = pa.array([0, 2**62, None], type=pa.timestamp("us"))
+        pq.write_table(pa.table({"text": ["a", "b", "c"], "system": times}), tmp_path / "a.parquet")
+        (chunk,) = read_chunks([tmp_path / "a.parquet"])
+        first, bad, last = parse_rows(chunk)
+        assert isinstance(bad, BadRow)
+        assert str(bad).startswith(f"{tmp_path}/a.parquet:2: cannot read the column system: date value out of range")
+        assert [row.value["text"] for row in (first, last) if not isinstance(row, BadRow)] == ["a", "c"]
+        # Rows of this format do not have the key.
+        unused = list(parse_rows(chunk, used=used_keys("text")))
+        assert [row.value["text"] for row in unused if not isinstance(row, BadRow)] == ["a", "b", "c"]
+        assert open_source(str(tmp_path / "a.parquet")).row_format == "text"
+
+    def test_unused_columns_of_a_parquet_file_are_not_read_from_disk(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.parquet"
+        columns = {"image": [b"\x01" * 1000] * 50, "text": ["a"] * 50}
+        pq.write_table(pa.table(columns), path, compression="none", use_dictionary=False)
+        content = bytearray(path.read_bytes())
+        content[4:60] = b"\xff" * 56
+        path.write_bytes(content)
+        assert [row.value for row in read_rows(path)] == [{"text": "a"}] * 50
+
+    def test_a_mapped_column_is_read_and_may_be_the_unreadable_one(self, tmp_path: Path) -> None:
+        times = pa.array([0, 2**62], type=pa.timestamp("us"))
+        columns = {"text": ["a", "b"], "content": ["c", "d"], "time": times}
+        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+        mapping = {"text": "content"}
+        assert [row.value for row in read_rows(tmp_path / "a.parquet", mapping)] == [{"text": "c"}, {"text": "d"}]
+        mapping = {"text": "time"}
+        (chunk,) = read_chunks([tmp_path / "a.parquet"], columns=mapping)
+        _, bad = parse_rows(chunk, mapping, used_keys("text"))
+        assert isinstance(bad, BadRow)
+        assert "cannot read the column time" in str(bad)
+
     @pytest.mark.usefixtures("small_chunks")
     def test_chunks_are_counted_and_truncated_by_rows(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"
@@ -170,6 +216,66 @@ class TestDamage:
         with pytest.raises(BadRow):
             list(read_rows(path))
 
+    @pytest.mark.parametrize(
+        ("element", "reason"),
+        [
+            ('{"tools": ' + "[" * 100_000 + '"]\\""' + "]" * 100_000 + "}", "not JSON: maximum recursion depth"),
+            ("[" * 100_000 + "]" * 100_000, "not JSON: maximum recursion depth"),
+            ('{"n": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
+            ("9" * 5000, "not JSON: Exceeds the limit"),
+            ('{"text": "a", "text": "b"}', "not JSON: the key 'text' occurs twice in one object"),
+            ('{"text": "a", "b": [{"c": 1, "d": 2, "c": 3}]}', "not JSON: the key 'c' occurs twice in one object"),
+        ],
+        ids=["deep", "deep-list", "digits", "number", "key", "inner-key"],
+    )
+    @pytest.mark.parametrize("block_bytes", [1 << 20, 7000])
+    def test_json_that_python_cannot_read_is_a_bad_row(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, element: str, reason: str, block_bytes: int
+    ) -> None:
+        """In lines and in an array; the rows around it are read."""
+        monkeypatch.setattr(json_array, "BLOCK_BYTES", block_bytes)
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n{element}\n{{"text": "b"}}\n')
+        (tmp_path / "a.json").write_text(f'[{{"text": "a"}}, {element}, {{"text": "b"}}]')
+        for name in ("a.jsonl", "a.json"):
+            rows = [row for chunk in read_chunks([tmp_path / name]) for row in parse_rows(chunk)]
+            assert [row.line for row in rows] == [1, 2, 3]
+            assert isinstance(rows[1], BadRow)
+            assert rows[1].reason.startswith(reason)
+            assert [row.value["text"] for row in (rows[0], rows[2]) if isinstance(row, Row)] == ["a", "b"]
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+    @pytest.mark.usefixtures("small_chunks")
+    def test_a_line_that_is_too_long_is_a_bad_row(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1000)
+        path = tmp_path / name
+        rows = [*ROWS[:20], {"text": "y" * 5000}, *ROWS[20:30], {"text": "z" * 5000}]
+        WRITERS[name](path, rows)
+        chunks = list(read_chunks([path]))
+        parsed = [row for chunk in chunks for row in parse_rows(chunk)]
+        assert [row.line for row in parsed] == list(range(1, 33))
+        assert [row.value for row in parsed if isinstance(row, Row)] == ROWS[:30]
+        bad = [row for row in parsed if isinstance(row, BadRow)]
+        assert [(row.line, row.reason) for row in bad] == [(line, "the line is longer than 0 MiB") for line in (21, 32)]
+        assert all(row.raw.startswith('{"text": "') and len(row.raw) <= 100 for row in bad)
+        for number, chunk in enumerate(chunks):
+            assert list(read_chunks([path], chunk.end)) == chunks[number + 1 :]
+        assert sum(map(count_rows, chunks)) == 32
+
+    def test_a_line_of_gigabytes_is_not_held_in_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 22)
+        with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
+            for _ in range(64):
+                file.write(b"x" * (1 << 20))
+        tracemalloc.start()
+        try:
+            (chunk,) = read_chunks([tmp_path / "a.jsonl.gz"])
+            assert tracemalloc.get_traced_memory()[1] < 1 << 24
+        finally:
+            tracemalloc.stop()
+        assert (chunk.kind, chunk.first_line) == ("long", 1)
+
     def test_an_error_shows_only_the_start_of_a_row(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"
         path.write_bytes(b'{"text": "' + b"y" * 10_000_000 + b"\n")
@@ -212,9 +318,9 @@ class TestDamage:
             list(read_rows(tmp_path / name))
 
     def test_unsupported_files_are_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("hello")
-        with pytest.raises(UsageError, match=r".txt files are not supported"):
-            find_files(str(tmp_path / "a.txt"))
+        (tmp_path / "a.md").write_text("hello")
+        with pytest.raises(UsageError, match=r".md files are not supported"):
+            find_files(str(tmp_path / "a.md"))
         (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
         with pytest.raises(DataError, match=r"its contents are .gz data"):
             list(read_rows(tmp_path / "a.jsonl"))

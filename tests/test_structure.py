@@ -19,9 +19,9 @@ MAX_FUNCTION_LINES = 60
 
 # A module imports only from its own layer and the ones above it in this list.
 LAYERS = [
-    {"errors", "atomic", "heartbeat", "__init__"},
+    {"errors", "atomic", "terminal", "heartbeat", "parent_process", "__init__"},
     {"config", "launch", "demo.corpus", "demo.builtin"},
-    {"data", "models", "loss", "optim", "observe"},
+    {"data", "models", "loss", "optim", "observe", "hub"},
     {"parallel", "tuning"},
     {"checkpoint"},
     {"training"},

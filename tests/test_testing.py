@@ -163,6 +163,17 @@ def skip_by_unittest() -> None:
     raise unittest.SkipTest("not here")
 
 
+def listening_addresses() -> set[str]:
+    """Where this rank and the store of the launching process listen."""
+    port = int(os.environ["MASTER_PORT"])
+    connections = [c for c in psutil.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    return {c.laddr.ip for c in connections if c.laddr.port == port or c.pid == os.getpid()}
+
+
+def test_nothing_listens_beyond_the_loopback() -> None:
+    assert launch_procs(listening_addresses, 2) == [{"127.0.0.1"}, {"127.0.0.1"}]
+
+
 def test_a_rank_has_torchruns_variables_a_group_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BY_TEST", "yes")
     ranks = launch_procs(environment, 3)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,36 @@ class TestProcesses:
             assert contents(cache) == contents(whole)
 
     @pytest.mark.usefixtures("small_chunks")
+    @pytest.mark.parametrize("num_processes", [0, 1])
+    def test_an_exception_about_a_row_makes_it_a_bad_row(
+        self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_processes: int
+    ) -> None:
+        """Of the tokenizer, which encodes many rows at once, and of the format."""
+        monkeypatch.setattr(cache_module, "MIN_POOL_BYTES", 0)
+        words = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "?"}}
+        words |= {"added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}}
+        rows = [{"text": "a b"}, {"text": "a strange word"}, {"text": "b"}, {"\ud800": 1}]
+        path = write_rows(tmp_path / "a.jsonl", rows)
+        source, encoding, options = arguments_for(path, tokenizer, tmp_path / "cache", num_processes, stop=False)
+        settings = json.loads(encoding.tokenizer) | words | {"post_processor": None, "decoder": None}
+        encoding = replace(encoding, tokenizer=json.dumps(settings), eos_id=1)
+        cache = open_cache(source, encoding, options, Console("quiet"))
+        assert [cache.sequence(n).ids.tolist() for n in range(2)] == [[0, 1], [1]]
+        bad_rows = [json.loads(line) for line in cache.bad_rows_path.read_text().splitlines()]
+        assert [(row["line"], row["reason"]) for row in bad_rows] == [
+            (2, "cannot be tokenized: Exception: WordLevel error: Missing [UNK] token from the vocabulary"),
+            (4, "the format of this data is 'text', but this row has no text; its keys are \\ud800"),
+        ]
+
+    def test_a_panic_of_the_tokenizer_makes_a_bad_row(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        """A panic in Rust code is not an Exception."""
+        path = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+        source, encoding, options = arguments_for(path, tokenizer, tmp_path / "cache")
+        settings = json.loads(encoding.tokenizer) | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+        encoding = replace(encoding, tokenizer=json.dumps(settings), row_format="text")
+        with pytest.raises(DataError, match=r"a.jsonl:1: cannot be tokenized: PanicException(.*\n)*.*on_bad_row skip"):
+            open_cache(source, encoding, options, Console("quiet"))
+
     def test_the_first_bad_row_of_the_file_is_reported(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         """The order of the file decides, not which process finishes first."""
         rows = [*corpus_rows(400), {"text": 3}, *corpus_rows(400), {"text": ""}]
@@ -322,17 +353,18 @@ class TestKey:
         "messages": [{"messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi"}]}],
         "tokens": [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}],
     }
-    # Keys of caches and fingerprints of runs, computed with version 0.1 for the rows above.
+    # Keys of caches and fingerprints of runs for the rows above, computed with version 0.1; those with messages after
+    # the change that the weights of messages are honoured.
     KEYS = {
         "text": "142dd0812130d92670663d6e25ae5eea39d49dd04f0b138cd26bce2d9fc834ad",
-        "messages": "8fc580a10b3e59a2f29ffe18cbd46cca0b4d9a6a2838bc4041a5df93ced0764f",
+        "messages": "6259fa91235f902c1fa0f4059ac4f6136a14a6875d38b4a6e67aaf91ee50f461",
         "tokens": "85548ee1bdc806e1008126e3f7cd84e7cdb5d5884e7b4a3825639ec581f0c0ca",
     }
     FINGERPRINTS = {
         "text": "df3160539919995c2ee999321fe87cb0142946962be0a18867d0fb5d38897f7e",
-        "messages": "876b612246bf5fac75f3ae8f61c0bfcfe988553ee01cb5a899edb86d19c45b45",
+        "messages": "27a54f668ae4442da82fbf5d4039386d817231e78b8ca19e471a6876fbda0310",
         "tokens": "7bb9f9966993efa34bbd9b921da6cf05ec55c732e338d0c7e172fc0afe26de97",
-        "text messages": "cd4ba795fe61caeb66bc45f20bb5ed3a6df601ee577f536be7ce7fd1420dcb73",
+        "text messages": "a29b5fdf643e56ce7034ea4e7bb19e790323b940187c175a349890ec7e130a89",
     }
 
     @pytest.mark.parametrize("formats", FINGERPRINTS)

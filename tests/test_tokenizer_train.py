@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from tiny import write_rows
 from torchstone.data.cache import CacheOptions, open_cache, open_source
+from torchstone.data.encode import TokenSequence
 from torchstone.data.inspect import inspect_sources, print_report
-from torchstone.data.tokenize import load_tokenizer
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import PATTERNS, check_target, save_tokenizer, train_tokenizer
 from torchstone.demo.corpus import corpus_rows
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
+BOS = "<|begin_of_text|>"
 MIXED = "Straße, naïve café: 日本語の文章 한국어 слово 12345 don't I'LL\r\n\t x  \n\n"
 # Characters that together have every byte of UTF-8.
 EVERY_BYTE = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 61), *range(0xE000, 0x110000, 4093), 0x10FFFF]))
@@ -51,7 +53,11 @@ class TestTexts:
         vocabulary = trained.get_vocab()
         assert set(pre_tokenizers.ByteLevel.alphabet()) <= set(vocabulary)
         assert sorted(vocabulary.values()) == list(range(600))
-        assert (trained.eos_token, trained.pad_token, trained.bos_token) == ("<|endoftext|>", "<|pad|>", None)
+        assert (trained.eos_token, trained.pad_token, trained.bos_token) == (
+            "<|endoftext|>",
+            "<|pad|>",
+            "<|begin_of_text|>",
+        )
 
     def test_the_report_has_the_measured_figures(self, corpus: Path) -> None:
         hf, report = train_tokenizer([str(corpus)], 600)
@@ -60,7 +66,7 @@ class TestTexts:
         tokens = sum(len(hf.backend_tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
         assert report["measured"] == {
             "vocab_size": 600,
-            "special_tokens": {"<|endoftext|>": 0, "<|pad|>": 1},
+            "special_tokens": {"<|endoftext|>": 0, "<|pad|>": 1, "<|begin_of_text|>": 2},
             "texts": 405,
             "bytes": size,
             "bytes_per_token": size / tokens,
@@ -69,7 +75,7 @@ class TestTexts:
             "sample_tokens": tokens,
         }
         assert size / tokens > 2.5
-        assert (report["notes"], report["bad_rows"]) == ([], 0)
+        assert (len(report["notes"]), report["bad_rows"]) == (1, 0)
 
 
 class TestFolder:
@@ -92,7 +98,7 @@ class TestFolder:
         assert (again.eos_token_id, again.pad_token_id, again.bos_token) == (0, 1, "<|begin_of_text|>")
         assert again.all_special_ids == hf.all_special_ids == [2, 0, 1, 3, 4, 5, 6]
         for text in (MIXED, EVERY_BYTE, "<|code|> x"):
-            assert again(text)["input_ids"] == hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            assert again(text)["input_ids"] == [2, *hf.backend_tokenizer.encode(text, add_special_tokens=False).ids]
 
     def test_existing_files_are_not_overwritten(self, corpus: Path, tmp_path: Path) -> None:
         hf, _ = train_tokenizer([str(corpus)], 300)
@@ -109,13 +115,62 @@ class TestFolder:
         assert (tmp_path / "file").read_text() == "mine"
 
 
+class TestBos:
+    ROWS: ClassVar = {
+        "text": {"text": "Once upon"},
+        "document": {"document": "Once upon"},
+        "prompt": {"prompt": "Once", "completion": " upon"},
+        "messages": {"messages": [{"role": "user", "content": "Once"}, {"role": "assistant", "content": " upon"}]},
+    }
+
+    def encode(self, tokenizer: Tokenizer, folder: Path, row_format: str) -> TokenSequence:
+        path = write_rows(folder / f"{row_format}.jsonl", [self.ROWS[row_format]])
+        source, options = open_source(str(path)), CacheOptions(folder / "cache", num_processes=0)
+        encoding = tokenizer.encoding_config(source.row_format, None, "")
+        return open_cache(source, encoding, options, Console("quiet")).sequence(0)
+
+    @pytest.mark.parametrize("template", ["chatml", "llama3"])
+    def test_a_text_begins_with_one_bos_and_its_first_token_is_learned(
+        self, corpus: Path, tmp_path: Path, template: str
+    ) -> None:
+        hf, report = train_tokenizer([str(corpus)], 500, chat_template=template)
+        save_tokenizer(hf, tmp_path / "new")
+        tokenizer = load_tokenizer(tmp_path / "new")
+        bos, ids = tokenizer.hf.bos_token_id, tokenizer.encode("Once upon")
+        assert (report["bos_token"], report["notes"][0].split(" (")[0]) == (BOS, f"every text begins with {BOS}")
+        for row_format in ("text", "document"):
+            sequence = self.encode(tokenizer, tmp_path, row_format)
+            assert sequence.ids.tolist() == sequence.labels.tolist() == [bos, *ids, tokenizer.eos_id]
+            assert sequence.loss_tokens == len(ids) + 1
+        assert self.encode(tokenizer, tmp_path, "prompt").ids.tolist() == [bos, *ids, tokenizer.eos_id]
+        # A template decides for itself.
+        chat = self.encode(tokenizer, tmp_path, "messages").ids.tolist()
+        assert chat.count(bos) == (1 if template == "llama3" else 0)
+        assert tokenizer.hf("")["input_ids"] == [bos]
+
+    def test_without_bos_the_tokenizer_is_as_it_was(self, corpus: Path, tmp_path: Path) -> None:
+        hf, report = train_tokenizer([str(corpus)], 500, chat_template="chatml", bos=False)
+        assert (hf.bos_token, report["bos_token"]) == (None, None)
+        assert hf(MIXED)["input_ids"] == hf.backend_tokenizer.encode(MIXED, add_special_tokens=False).ids
+        assert list(report["measured"]["special_tokens"]) == ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+        assert "begin without a BOS token" in report["notes"][0]
+        save_tokenizer(hf, tmp_path / "new")
+        tokenizer = load_tokenizer(tmp_path / "new")
+        ids = [*tokenizer.encode("Once upon"), tokenizer.eos_id]
+        assert self.encode(tokenizer, tmp_path, "text").ids.tolist() == ids
+        # A template that writes a BOS has one, but texts begin without it.
+        hf, _ = train_tokenizer([str(corpus)], 500, chat_template="llama3", bos=False)
+        assert hf.bos_token == BOS
+        assert hf("Once upon")["input_ids"][0] != hf.bos_token_id
+
+
 class TestConversations:
     @pytest.mark.parametrize(
         ("template", "special", "expected"),
         [
             ("chatml", ["<|im_start|>", "<|im_end|>"],
              "<|im_start|>user↵\nHi<|im_end|>↵\n<|im_start|>assistant↵\n⟦Hello<|im_end|>↵⟧\n"),
-            ("llama3", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+            ("llama3", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
              "<|begin_of_text|><|start_header_id|>user<|end_header_id|>↵\n↵\nHi<|eot_id|>"
              "<|start_header_id|>assistant<|end_header_id|>↵\n↵\n⟦Hello<|eot_id|>⟧\n"),
             ("plain", [], "User: Hi↵\nAssistant:⟦ Hello<|endoftext|>↵⟧\n"),
@@ -126,8 +181,8 @@ class TestConversations:
         self, corpus: Path, tmp_path: Path, template: str, special: list[str], expected: str
     ) -> None:
         hf, report = train_tokenizer([str(corpus)], 600, chat_template=template)
-        assert list(report["measured"]["special_tokens"]) == ["<|endoftext|>", "<|pad|>", *special]
-        assert list(report["measured"]["special_tokens"].values()) == list(range(2 + len(special)))
+        assert list(report["measured"]["special_tokens"]) == ["<|endoftext|>", "<|pad|>", BOS, *special]
+        assert list(report["measured"]["special_tokens"].values()) == list(range(3 + len(special)))
         save_tokenizer(hf, tmp_path / "new")
         tokenizer = load_tokenizer(tmp_path / "new")
         for token, number in report["measured"]["special_tokens"].items():
@@ -152,7 +207,7 @@ class TestConversations:
         )
         _, report = train_tokenizer([str(corpus)], 300, chat_template=str(path), special=["<|x|>", "<|end|>"])
         assert list(report["measured"]["special_tokens"]) == [
-            "<|endoftext|>", "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|x|>",
+            "<|endoftext|>", "<|pad|>", BOS, "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|x|>",
         ]  # fmt: skip
 
 
@@ -176,9 +231,9 @@ class TestSources:
         assert (report["measured"]["bytes"], report["measured"]["texts"]) == (4 * 5, 4 * texts)
         # Three pairs are merged: a and b, c and d, and the space with cd.
         assert {"ab", "cd", "Ġcd"} <= set(hf.get_vocab())
-        assert report["measured"]["vocab_size"] == 256 + 2 + 3
+        assert report["measured"]["vocab_size"] == 256 + 3 + 3
         assert report["asked_vocab_size"] == 300
-        assert "the vocabulary has 261 tokens, not 300" in report["notes"][0]
+        assert "the vocabulary has 262 tokens, not 300" in report["notes"][1]
 
     def test_several_sources_are_read_in_turn(self, tmp_path: Path) -> None:
         first = write_rows(tmp_path / "a.jsonl", [{"text": "aa " * 100}] * 50)
@@ -197,11 +252,22 @@ class TestSources:
         path = write_rows(tmp_path / "t.jsonl", [{"text": "ab"}, {"text": 3}, {"text": "cd"}])
         with path.open("a") as file:
             file.write("{\n")
-        with pytest.raises(DataError, match="t.jsonl:2: text is not a string"):
+        with pytest.raises(DataError, match=r"t.jsonl:2: text is not a string\n(.*\n)*.*--skip-bad-rows"):
             train_tokenizer([str(path)], 300)
         _, report = train_tokenizer([str(path)], 300, stop_on_bad_row=False)
         assert (report["bad_rows"], report["measured"]["texts"]) == (2, 2)
         assert [(bad["line"], bad["file"]) for bad in report["first_bad_rows"]] == [(2, str(path)), (4, str(path))]
+
+    def test_any_error_about_a_row_can_be_skipped(self, tmp_path: Path) -> None:
+        user = {"role": "user", "content": "ab"}
+        rows = [{"messages": [user]}, {"messages": [user], "tools": "[" * 100_000}, {"\ud800": 1}]
+        path = write_rows(tmp_path / "t.jsonl", rows)
+        _, report = train_tokenizer([str(path)], 300, stop_on_bad_row=False)
+        assert (report["bad_rows"], report["measured"]["texts"]) == (2, 1)
+        assert [bad["reason"].split(":")[0] for bad in report["first_bad_rows"]] == [
+            "tools is a string that is not JSON",
+            "the format of this data is 'messages', but this row has no messages; its keys are \\ud800",
+        ]
 
     def test_data_without_text_is_refused(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "t.jsonl", [{"messages": [{"role": "user", "content": ""}]}])
@@ -211,10 +277,10 @@ class TestSources:
 
 class TestSizes:
     def test_the_smallest_vocabulary_has_bytes_and_special_tokens(self, corpus: Path) -> None:
-        with pytest.raises(UsageError, match="the minimum is 260: 256 bytes and 4 special tokens"):
-            train_tokenizer([str(corpus)], 259, chat_template="chatml")
-        hf, report = train_tokenizer([str(corpus)], 260, chat_template="chatml")
-        assert len(hf) == report["measured"]["vocab_size"] == 260
+        with pytest.raises(UsageError, match="the minimum is 261: 256 bytes and 5 special tokens"):
+            train_tokenizer([str(corpus)], 260, chat_template="chatml")
+        hf, report = train_tokenizer([str(corpus)], 261, chat_template="chatml")
+        assert len(hf) == report["measured"]["vocab_size"] == 261
         ids = hf.backend_tokenizer.encode(MIXED, add_special_tokens=False).ids
         assert len(ids) == len(MIXED.encode())
 

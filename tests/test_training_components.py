@@ -33,15 +33,18 @@ from torchstone.data.samples import Samples
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, DataError, NumericalError, UsageError
 from torchstone.loss.cross_entropy import token_loss_sum
+from torchstone.models.decoder import Fusion
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
-from torchstone.observe.metrics import MetricsFile, read_metrics
+from torchstone.observe.metrics import MetricsFile, format_steps, read_metrics
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.clip import clip_grads_with_norm_, squared_norm
 from torchstone.optim.schedule import lr_at_step, schedule_warnings
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.parallel.runner import Runner
 from torchstone.training import schedule
-from torchstone.training.schedule import plan_schedule
+from torchstone.training.checks import check_saved_state
+from torchstone.training.schedule import check_loss_tokens, describe_saving, plan_schedule
 from torchstone.training.state import Progress
 from torchstone.training.step import compute_gradients, validation_loss
 
@@ -176,10 +179,11 @@ class TestGradientStep:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_gradients_that_are_not_finite_never_reach_the_weights(self, model: Model, bad: float) -> None:
+        """The error has their Hugging Face names."""
         optimizer = optimizer_for(model)
         before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
         model.module.layers["1"].mlp.up.weight.register_hook(lambda gradient: gradient * bad)
-        message = r"1 gradients are not finite, such as layers\.1\.mlp\.up\.weight"
+        message = r"1 gradients are not finite, such as model\.layers\.1\.mlp\.up_proj\.weight;"
         with pytest.raises(NumericalError, match=message) as caught:
             train_step(Runner(model, CPU, False), optimizer, padded_batch(sequences(2)), 3, 1e-3, 1.0)
         assert caught.value.exit_code == 5
@@ -267,8 +271,15 @@ class TestSchedule:
             optimizer.step()
             theirs.step()
 
+    @pytest.mark.parametrize(("total_steps", "warmup_steps"), [(100, 3), (101, 4), (3, 1), (1, 1)])
+    def test_a_share_of_warm_up_is_rounded_up_to_steps(self, total_steps: int, warmup_steps: int) -> None:
+        """As Transformers' warmup_ratio."""
+        by_share, by_steps = OptimConfig(warmup_ratio=0.03), OptimConfig(warmup_steps=warmup_steps)
+        for step in range(total_steps):
+            assert lr_at_step(step, total_steps, by_share) == lr_at_step(step, total_steps, by_steps)
+
     def test_a_run_too_short_for_its_schedule_warns(self) -> None:
-        assert "within optim.warmup_steps 6" in schedule_warnings(5, OptimConfig(warmup_steps=6))[0]
+        assert "within its 6 steps of warm-up" in schedule_warnings(5, OptimConfig(warmup_steps=6))[0]
         short = OptimConfig(learning_rate=1.0, warmup_steps=6, schedule="wsd", decay_steps=6)
         assert "right after warm-up" in schedule_warnings(10, short)[0]
         assert [lr_at_step(step, 10, short) for step in (5, 6, 8)] == pytest.approx([1.0, 1.0, 0.5])
@@ -284,6 +295,9 @@ class FixedSamples(Samples):
 
     def get(self, index: int) -> list[TokenSequence]:
         raise NotImplementedError
+
+    def origin(self, index: int) -> str:
+        return f"data.jsonl:{index + 1}"
 
 
 def fixed_data(
@@ -351,10 +365,91 @@ class TestRunLength:
         ]
         assert left == counts
 
+    @pytest.mark.parametrize(
+        ("saving", "seconds", "count"),
+        [
+            ({}, 1799, 1),
+            ({}, 4 * 1800 + 1, 5),
+            ({}, 10**6, 10),
+            ({"at_end": False}, 1800, 1),
+            ({"every_minutes": 1}, 150, 3),
+            ({"every_minutes": 1, "every_steps": 5}, 150, 2),
+            ({"every_minutes": 1, "every_steps": 3}, 0, 4),
+            ({"every_minutes": 0}, 10**6, 1),
+            ({"every_steps": 5}, 10**6, 2),
+        ],
+    )
+    def test_the_eta_counts_checkpoints_by_the_clock(self, saving: dict[str, Any], seconds: float, count: int) -> None:
+        """Ten steps, `seconds` from the last checkpoint to the end of the run."""
+        config = Config(training=TrainingConfig(max_steps=10), checkpoint=CheckpointConfig(**saving))
+        plan = plan_schedule(config, fixed_data([10] * 40, 3), Progress())
+        assert plan.count_left(plan.checkpoint, Progress(), seconds) == count
+
+    @pytest.mark.parametrize(
+        ("checkpoint", "words"),
+        [
+            ({}, "saves every 30 minutes and at the end, keeping 2"),
+            ({"every_steps": 100, "keep_last": None}, "saves every 100 steps and at the end, keeping all"),
+            ({"every_minutes": 0}, "saves at the end, keeping 2"),
+            ({"every_minutes": 0, "at_end": False}, "saves only if a signal stops it, keeping 2"),
+            (
+                {"every_epochs": 1, "every_minutes": 7.5, "save_best": True},
+                "saves every epoch, every 7.5 minutes, after every best validation and at the end, keeping 2 and the "
+                "best",
+            ),
+            ({"every_samples": 10**6, "at_end": False}, "saves every 1,000,000 samples, keeping 2"),
+        ],
+    )
+    def test_the_schedule_of_checkpoints_in_words(self, checkpoint: dict[str, Any], words: str) -> None:
+        assert describe_saving(CheckpointConfig(**checkpoint)) == words
+
+
+class TestMaskedSteps:
+    @pytest.mark.parametrize("seed", range(12))
+    def test_the_first_step_without_loss_tokens_is_found(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        """For random data, orders, lengths of the run and points to resume from; the steps are drawn as in training."""
+        # So that the check crosses chunks.
+        monkeypatch.setattr(schedule, "DRAWS_PER_CHUNK", 7)
+        rng = np.random.default_rng(seed)
+        found = 0
+        for _ in range(40):
+            size, batch_size, weighted = int(rng.integers(2, 12)), int(rng.integers(1, 6)), bool(rng.integers(2))
+            mixture = {"sizes": [1, size - 1], "weights": [3.0, 1.0]} if weighted else {}
+            data = fixed_data([10] * size, batch_size, **mixture)
+            data.train.loss_tokens = np.where(rng.random(size) < rng.random(), 0, 9)
+            training = TrainingConfig(seed=seed, max_epochs=float(rng.integers(1, 9)) / 2)
+            config = Config(data=DataConfig(shuffle=bool(rng.integers(2))), training=training)
+            progress = Progress(step=(done := int(rng.integers(3))), samples=done * batch_size)
+            plan = plan_schedule(config, data, progress)
+            sampler = data.sampler(seed, config.data.shuffle, progress.samples)
+            expected = None
+            for step in range(progress.step + 1, (plan.total_steps or 0) + 1):
+                samples = sampler.take(min(batch_size, plan.end(progress)[1] - sampler.consumed_samples))
+                if data.train.loss_tokens[samples].sum() == 0:
+                    expected = f"step {step} has no loss tokens: all labels of its {len(samples)} samples are masked"
+                    break
+            if expected is None:
+                check_loss_tokens(config, data, plan, progress)
+            else:
+                found += 1
+                with pytest.raises(DataError, match=expected):
+                    check_loss_tokens(config, data, plan, progress)
+        assert 5 < found < 35
+
+    @pytest.mark.parametrize("mode", ["infinite", None])
+    def test_a_run_of_any_length_is_checked_in_bounded_time(self, mode: Any) -> None:
+        """Every step has one of the two samples without a mask."""
+        training = TrainingConfig(mode=mode, max_steps=None if mode else 10**12)
+        config, data = Config(training=training, data=DataConfig(shuffle=False)), fixed_data([10] * 4, 2)
+        data.train.loss_tokens = np.array([9, 0, 9, 0])
+        check_loss_tokens(config, data, plan_schedule(config, data, Progress()), Progress())
+
 
 class TestProgress:
     def test_it_survives_json(self) -> None:
         progress = Progress(3, 12, 384, 372, 1.5, 2, {"step": 3, "loss": 0.1 + 0.2})
+        progress.count_validation(1.5)
+        assert progress.stale_validations == 1
         assert Progress.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress
 
     @pytest.mark.parametrize("metrics", [None, {"step": 3, "samples": 4, "loss": 1.25}])
@@ -377,6 +472,26 @@ class TestMetrics:
         metrics.close()
         assert metrics.removed_lines == 3
         assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 0.30000000000000004}]
+
+    def test_a_file_without_a_line_to_keep_is_moved_aside(self, tmp_path: Path) -> None:
+        """The lines of a run that was killed before its first checkpoint are all that is left of it."""
+        path = tmp_path / "metrics.jsonl"
+        for attempt, name in enumerate(("metrics-old.jsonl", "metrics-old-2.jsonl")):
+            path.write_text(f'{{"step": 1, "loss": {attempt}}}\n{{"step": 2, "lo')
+            old = path.read_text()
+            metrics = MetricsFile(path, last_step=0)
+            metrics.write({"step": 1})
+            metrics.close()
+            assert (metrics.moved_to, metrics.removed_lines) == (tmp_path / name, 0)
+            assert (metrics.moved_to.read_text(), read_metrics(path)) == (old, [{"step": 1}])
+
+    def test_steps_without_a_line_are_known(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps({"step": n}) + "\n" for n in (3, 4, 7, 9)))
+        assert MetricsFile(path, last_step=8).missing_steps == [1, 2, 5, 6, 8]
+        assert MetricsFile(path, last_step=7, first_step=3).missing_steps == [5, 6]
+        assert MetricsFile(tmp_path / "none.jsonl", last_step=2).missing_steps == [1, 2]
+        assert format_steps([1, 2, 5, 7, 8, 9]) == "1 to 2, 5, 7 to 9"
 
     def test_a_last_line_without_newline_gets_one(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
@@ -435,6 +550,22 @@ class TestCheckpointing:
             manifest.verify_checkpoint(checkpoint)
 
     @pytest.mark.parametrize(
+        "name",
+        [
+            "weights-00000.safetensors", "optimizer-00000.safetensors", "random-00007.safetensors",
+            "model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.fp16.safetensors",
+            "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_config.json",
+            "tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "optimizer.pt", "MODEL.SAFETENSORS",
+        ],
+    )  # fmt: skip
+    def test_files_that_could_be_loaded_must_be_in_the_manifest(self, checkpoint: Path, name: str) -> None:
+        (checkpoint / "README.md").write_text("notes of a user are allowed")
+        manifest.verify_checkpoint(checkpoint)
+        (checkpoint / name).write_bytes((checkpoint / "model.safetensors").read_bytes())
+        with pytest.raises(CheckpointError, match=f"does not list: {re.escape(name)}\\n"):
+            resolve_model_folder(str(checkpoint))
+
+    @pytest.mark.parametrize(
         "content",
         ['{"format": 1, "fi|es": {}}', '{"format": 1, "files": 3}', '{"format": 1, "files": {}}', "[]", "", "{"],
     )
@@ -476,6 +607,15 @@ class TestCheckpointing:
         assert [step for step, _ in manifest.list_checkpoints(tmp_path)] == [2, 4, 5]
         assert best_step(tmp_path) == 2
 
+    def test_pruning_keeps_the_checkpoint_just_saved_and_the_one_resumed_from(self, tmp_path: Path) -> None:
+        """Even if checkpoints with higher steps are present."""
+        folders = [tmp_path / manifest.checkpoint_name(step) for step in range(1, 6)]
+        for each in folders:
+            with manifest.commit_folder(each) as folder:
+                (folder / "file").write_text(each.name)
+        assert prune_checkpoints(tmp_path, 1, protected=(folders[2], folders[0], None)) == [2, 4]
+        assert [step for step, _ in manifest.list_checkpoints(tmp_path)] == [1, 3, 5]
+
     def test_the_model_of_a_run_is_its_best_checkpoint_or_its_newest(
         self, model: Model, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, tmp_path: Path
     ) -> None:
@@ -487,6 +627,45 @@ class TestCheckpointing:
         assert resolve_model_folder(str(tmp_path)) == root / "step-00000001"
         with pytest.raises(UsageError, match="does not exist"):
             resolve_model_folder(str(tmp_path / "other"))
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "1"}', "[" * 100_000, "\ud800"], ids=len)
+    def test_a_damaged_best_json_only_warns(
+        self, checkpoint: Path, content: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        root = checkpoint.parent / "run/checkpoints"
+        root.mkdir(parents=True)
+        checkpoint.rename(root / checkpoint.name)
+        (root / "best.json").write_text(content, errors="surrogatepass")
+        assert resolve_model_folder(str(root.parent)) == root / checkpoint.name
+        assert "best.json: damaged" in capsys.readouterr().err
+
+
+class TestSavedState:
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
+    @pytest.mark.parametrize("fused", [(), ("qkv", "gate_up")], ids=["plain", "fused"])
+    def test_a_value_that_is_not_finite_is_found_by_its_hugging_face_name(
+        self, llama_dir: Path, fused: tuple[Fusion, ...], kind: str, bad: float
+    ) -> None:
+        model = load_model(llama_dir, CPU, execution=ExecutionOptions(fused=fused))
+        optimizer, runner = optimizer_for(model), Runner(model, CPU, False)
+        train_step(runner, optimizer, padded_batch(sequences(2)), 1, 1e-3, 1.0)
+        check_saved_state(1, runner, optimizer, None)
+        parameters = dict(model.named_parameters())
+        matrix = parameters["layers.1.attention.wqkv.weight" if fused else "layers.1.attention.wk.weight"]
+        # In the fused matrix, the 32 features of q come first.
+        tensor = matrix.detach() if kind == "weight" else optimizer.state[matrix][kind]
+        tensor[35 if fused else 3, 5] = bad
+        name = "model.layers.1.self_attn.k_proj.weight" + ("" if kind == "weight" else f" ({kind})")
+        with pytest.raises(NumericalError, match=re.escape(f"infinite or NaN, such as {name};")) as caught:
+            check_saved_state(1, runner, optimizer, Path("runs/a/checkpoints/step-00000001"))
+        assert "step-00000001 is kept: resume from it" in str(caught.value)
+
+    def test_names_of_the_fallback_have_no_prefix_of_ours(self, llama_dir: Path) -> None:
+        model = load_model(llama_dir, CPU, execution=ExecutionOptions(implementation="fallback"))
+        dict(model.named_parameters())["hf.model.norm.weight"].detach().fill_(float("nan"))
+        with pytest.raises(NumericalError, match=r"made 1 weights .* such as model\.norm\.weight;"):
+            check_saved_state(1, Runner(model, CPU, False), optimizer_for(model), None)
 
 
 class TestExport:

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import traceback
@@ -17,14 +18,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import torchstone
-from tiny import write_rows
+from tiny import make_llama, write_rows
 from torchstone import api
-from torchstone.checkpoint.manifest import list_checkpoints
+from torchstone.checkpoint.manifest import commit_folder, list_checkpoints
 from torchstone.config import load_config
 from torchstone.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from torchstone.errors import DataError, NumericalError, OutOfMemoryError, UsageError
+from torchstone.data.tokenize import Tokenizer
+from torchstone.errors import DataError, NumericalError, OutOfMemoryError, StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run, TrainResult
 
@@ -135,6 +138,24 @@ class TestModes:
         _, longer, _ = train(overrides | {"training.max_steps": 4})
         assert ([line["step"] for line in longer], longer[:2]) == ([1, 2, 3, 4], lines)
 
+    def test_a_complete_run_writes_nothing(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        validation = {"data__validation_split": 0.2, "checkpoint__save_best": True}
+        overrides = settings(training__max_steps=2, observe__console="lines", **validation)
+        _, _, folder = train(overrides)
+
+        def entries() -> dict[Path, tuple[int, int]]:
+            stats = {path: path.lstat() for path in (folder, *folder.rglob("*"))}
+            return {path: (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+        before = entries()
+        assert train(overrides | {"optim.learning_rate": 0.5})[0].step == 2
+        assert entries() == before
+        assert "optim.learning_rate 0.001 is now 0.5" in capsys.readouterr().err
+        train(overrides | {"training.max_steps": 3})
+        log = (folder / "logs/rank-0.log").read_text()
+        assert log.count("| started ") == 2, "with the line from before the log was opened"
+        assert log.count("resuming from") == 1
+
 
 class TestLearning:
     def test_one_sample_overfits(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
@@ -195,12 +216,18 @@ class TestMinibatches:
         state = json.loads((folder / "checkpoints/step-00000006/state.json").read_text())
         assert state["loss_tokens"] == sum(line["loss_tokens"] for line in lines)
 
-    def test_a_step_without_loss_tokens_is_an_error(self, settings: Settings, tmp_path: Path) -> None:
+    def test_a_step_without_loss_tokens_is_found_before_the_first_step(
+        self, settings: Settings, tmp_path: Path
+    ) -> None:
         rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3] if n == 0 else [-100] * 3} for n in range(4)]
         path = write_rows(tmp_path / "masked.jsonl", rows)
         overrides = settings(data__path=str(path), data__shuffle=False, training__global_batch_size=2)
-        with pytest.raises(DataError, match="step 2 has no loss tokens"):
+        expected = f"step 2 has no loss tokens: all labels of its 2 samples are masked .{path}:3, {path}:4.\n.* larger"
+        with pytest.raises(DataError, match=expected):
             train(overrides)
+        assert not (Path(overrides["output_dir"]) / "metrics.jsonl").exists()
+        # A run that ends before that step trains.
+        assert len(train(overrides | {"training.max_steps": 1})[1]) == 1
 
 
 class TestIntervals:
@@ -223,7 +250,7 @@ class TestIntervals:
         overrides = settings(
             data__path=str(chat_file), data__context_length=64, data__validation_path=str(chat_file),
             training__global_batch_size=8, training__max_steps=None, training__max_epochs=2,
-            training__validate_at_end=at_end, checkpoint__at_end=at_end,
+            training__validate_at_end=at_end, checkpoint__at_end=at_end, checkpoint__keep_last=None,
         )  # fmt: skip
         for unit, every in interval.items():
             overrides |= {f"training.validate_every_{unit}": every, f"checkpoint.every_{unit}": every}
@@ -231,6 +258,49 @@ class TestIntervals:
         assert [line["step"] for line in lines if "val_loss" in line] == steps
         assert checkpoint_steps(folder) == steps
         assert result.checkpoint == (folder / f"checkpoints/step-{steps[-1]:08d}" if steps else None)
+
+
+class TestSavingByTheClock:
+    @pytest.mark.parametrize(
+        ("setting", "minutes", "steps"),
+        [
+            ({}, 30.01, [3, 6]),
+            ({}, 29.9, [6]),
+            ({"every_minutes": 2.5}, 2.6, [3, 6]),
+            ({"every_minutes": 0}, 1e6, [6]),
+            ({"every_samples": 20}, 1e6, [5, 6]),
+            ({"every_samples": 20, "every_minutes": 30, "keep_last": 3}, 31, [3, 5, 6]),
+            ({"every_minutes": 1e-9, "keep_last": None}, 0, [1, 2, 3, 4, 5, 6]),
+            ({"every_minutes": 1e-9}, 0, [5, 6]),
+        ],
+        ids=str,
+    )
+    def test_a_run_saves_after_the_step_in_which_it_is_due(
+        self, settings: Settings, setting: dict[str, Any], minutes: float, steps: list[int]
+    ) -> None:
+        """Of six steps of four samples, the third takes `minutes`."""
+        overrides = settings(training__max_steps=6, **{f"checkpoint__{key}": value for key, value in setting.items()})
+        _, _, folder = train(overrides, LetTimePass(3, minutes))
+        assert checkpoint_steps(folder) == steps
+
+    def test_saving_does_not_change_training(self, settings: Settings, tmp_path: Path) -> None:
+        often = settings(checkpoint__every_minutes=1e-9, output_dir=str(tmp_path / "often"))
+        assert [line["loss"] for line in train(often)[1]] == [line["loss"] for line in train(settings())[1]]
+
+    def test_the_start_says_when_the_run_saves(self, settings: Settings) -> None:
+        _, _, folder = train(settings(training__max_steps=1))
+        assert "saves every 30 minutes and at the end, keeping 2\n" in (folder / "logs/rank-0.log").read_text()
+
+
+class LetTimePass(Callback):
+    """As if `minutes` had passed since the last checkpoint, after a step."""
+
+    def __init__(self, step: int, minutes: float) -> None:
+        self.step, self.minutes = step, minutes
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.step:
+            run.saved_at -= 60 * self.minutes
 
 
 class TestValidation:
@@ -259,7 +329,8 @@ class TestValidation:
     def test_save_best_saves_every_improvement_and_nothing_else(self, settings: Settings) -> None:
         overrides = settings(
             data__validation_split=0.2, training__validate_every_steps=1, training__max_steps=8,
-            checkpoint__save_best=True, checkpoint__at_end=False, optim__learning_rate=0.3, optim__schedule="constant",
+            checkpoint__save_best=True, checkpoint__at_end=False, checkpoint__keep_last=None,
+            optim__learning_rate=0.3, optim__schedule="constant",
         )  # fmt: skip
         result, lines, folder = train(overrides)
         losses = [line["val_loss"] for line in lines]
@@ -285,6 +356,16 @@ class TestValidation:
             train(overrides)
         assert not (Path(overrides["output_dir"]) / "checkpoints").exists()
 
+    def test_weights_that_the_last_update_made_infinite_are_not_saved(self, settings: Settings) -> None:
+        """Loss and gradients of that step were finite."""
+        train(settings(training__max_steps=2))
+        with pytest.raises(NumericalError, match="step 3 made .* weights or moments infinite or NaN") as caught:
+            train(settings(training__max_steps=3, optim__learning_rate=1e39, optim__schedule="constant"))
+        folder = Path(settings()["output_dir"])
+        assert checkpoint_steps(folder) == [2]
+        assert str(folder / "checkpoints/step-00000002") in str(caught.value)
+        assert caught.value.exit_code == 5
+
     def test_validation_does_not_change_training(self, settings: Settings, tmp_path: Path) -> None:
         plain = train(settings(data__validation_split=0.2, training__validate_at_end=False))[1]
         often = settings(
@@ -309,6 +390,78 @@ class TestCheckpoints:
         train(tuned | {"optim.learning_rate": 0, "training.max_steps": 1})
         weights = [next((f / "checkpoints").glob("step-*")) / "model.safetensors" for f in (folder, tmp_path / "tuned")]
         assert weights[0].read_bytes() == weights[1].read_bytes(), "a learning rate of zero changes nothing"
+
+
+class TestExportedDtype:
+    """Weights train in fp32. An export has the dtype of the model that the run started from."""
+
+    def fine_tune(self, settings: Settings, source: Path, output: Path, steps: int = 1) -> None:
+        overrides = settings(output_dir=str(output), training__max_steps=steps)
+        train({key: value for key, value in overrides.items() if "model." not in key} | {"model.path": str(source)})
+
+    def source(self, folder: Path, tokenizer: Tokenizer, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+        """A Llama in bf16 with `change` applied to its tensors."""
+        make_llama(folder, tokenizer)
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    def test_it_is_the_sources_through_a_chain_of_runs(
+        self, settings: Settings, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        source = self.source(tmp_path / "source", tokenizer, lambda tensors: None)
+        self.fine_tune(settings, source, tmp_path / "first")
+        for steps in (1, 2):
+            self.fine_tune(settings, tmp_path / "first", tmp_path / "second", steps)
+        for name, step in (("first", 1), ("second", 2)):
+            report = api.export(str(tmp_path / name), tmp_path / f"{name}-hf")
+            assert report["dtype"] == "bfloat16"
+            assert report["dtype_reason"] == "as in the model that the run started from"
+            trained = load_file(tmp_path / name / f"checkpoints/step-{step:08d}/model.safetensors")
+            exported = load_file(tmp_path / f"{name}-hf/model.safetensors")
+            assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+            for key, tensor in trained.items():
+                assert torch.equal(exported[key], tensor.bfloat16()), key
+        report = api.export(str(tmp_path / "second"), tmp_path / "wide", "float32")
+        assert (report["dtype"], report["dtype_reason"]) == ("float32", "as requested")
+
+    def test_an_old_checkpoint_does_not_know_its_source(
+        self, settings: Settings, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        source = self.source(tmp_path / "source", tokenizer, lambda tensors: None)
+        self.fine_tune(settings, source, tmp_path / "run")
+        checkpoint = tmp_path / "run/checkpoints/step-00000001"
+        with commit_folder(checkpoint) as folder:
+            shutil.copytree(checkpoint, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+            state = json.loads((folder / "state.json").read_text())
+            assert state.pop("source_dtype") == "bfloat16"
+            (folder / "state.json").write_text(json.dumps(state))
+        self.fine_tune(settings, source, tmp_path / "run", steps=2)
+        report = api.export(str(tmp_path / "run"), tmp_path / "out", verify=False)
+        assert (report["dtype"], report["dtype_reason"]) == ("float32", "as in the source")
+
+    def test_a_new_model_keeps_what_is_stored(self, settings: Settings, tmp_path: Path) -> None:
+        for precision, dtype in (("fp32", "float32"), ("bf16-pure", "bfloat16")):
+            run = tmp_path / precision
+            train(settings(output_dir=str(run), training__max_steps=1, training__precision=precision))
+            report = api.export(str(run), tmp_path / f"{precision}-hf", verify=False)
+            assert (report["dtype"], report["dtype_reason"]) == (dtype, "as in the source")
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("model.norm.weight", "float32"), ("model.layers.0.self_attn.rotary_emb.inv_freq", "bfloat16")],
+    )
+    def test_a_source_of_several_dtypes_is_not_rounded(
+        self, settings: Settings, tokenizer: Tokenizer, tmp_path: Path, name: str, dtype: str
+    ) -> None:
+        """The fp32 frequencies in old files are not parameters."""
+        source = self.source(tmp_path / "source", tokenizer, lambda tensors: tensors.update({name: torch.ones(32)}))
+        report = api.export(str(source), tmp_path / "copy", verify=False)
+        expected = "it holds all of the source's bfloat16, float32" if dtype == "float32" else "as in the source"
+        assert (report["dtype"], report["dtype_reason"]) == (dtype, expected)
+        self.fine_tune(settings, source, tmp_path / "run")
+        assert api.export(str(tmp_path / "run"), tmp_path / "out", verify=False)["dtype"] == dtype
 
 
 class TestCallbacks:
@@ -417,6 +570,65 @@ class TestFolder:
 
         train(overrides, SecondRun())
 
+    def test_damaged_informational_files_only_warn_and_are_rewritten(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        validation = {"data__validation_split": 0.2, "training__validate_every_steps": 1}
+        train(settings(training__max_steps=2, checkpoint__save_best=True, **validation))
+        folder = Path(settings()["output_dir"])
+        best = (folder / "checkpoints/best.json").read_text()
+        for name in ("config.json", "checkpoints/best.json"):
+            (folder / name).write_text("{")
+        capsys.readouterr()
+        train(settings(training__max_steps=3, **validation))
+        warnings = capsys.readouterr().err
+        assert f"{folder}/config.json: damaged" in warnings
+        assert f"{folder}/checkpoints/best.json: damaged" in warnings
+        assert json.loads((folder / "config.json").read_text())["training"]["max_steps"] == 3
+        assert (folder / "checkpoints/best.json").read_text() == best
+
+    def test_metrics_are_on_the_disk_before_the_checkpoint_of_their_step(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When the checkpoint's folder is synced, which is before its rename, the file is as long as it is then."""
+        overrides = settings(training__max_steps=4, checkpoint__every_steps=2)
+        metrics, fsync = Path(overrides["output_dir"]) / "metrics.jsonl", os.fsync
+        synced_bytes, when_committed = 0, []
+
+        def record(handle: int) -> None:
+            nonlocal synced_bytes
+            path = Path(f"/proc/self/fd/{handle}").readlink()
+            fsync(handle)
+            if path == metrics:
+                synced_bytes = metrics.stat().st_size
+            elif path.name.endswith(".partial") and path.parent.name == "checkpoints":
+                when_committed.append((synced_bytes, metrics.stat().st_size))
+
+        monkeypatch.setattr(os, "fsync", record)
+        train(overrides)
+        assert all(synced == size > 0 for synced, size in when_committed)
+        assert len(set(when_committed)) == 2, "two checkpoints"
+
+    def test_a_resumed_run_names_the_steps_that_metrics_jsonl_lacks(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        _, _, folder = train(settings(training__max_steps=4))
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text(lines[0] + lines[2])
+        train(settings(training__max_steps=5))
+        assert "metrics.jsonl lacks steps 2, 4, but the run resumes after step 4" in capsys.readouterr().err
+        assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 3, 5]
+
+    def test_a_run_that_starts_again_keeps_the_old_metrics(self, settings: Settings) -> None:
+        overrides = settings(training__max_steps=2, checkpoint__at_end=False)
+        _, lines, folder = train(overrides)
+        train(overrides)
+        assert read_metrics(folder / "metrics-old.jsonl") == lines
+        assert (
+            f"metrics.jsonl of an earlier attempt is now {folder}/metrics-old.jsonl"
+            in (folder / "logs/rank-0.log").read_text()
+        )
+
     def test_a_resumed_run_warns_about_changed_settings(
         self, settings: Settings, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -429,6 +641,23 @@ class TestFolder:
 
 
 class TestSignals:
+    def test_ctrl_c_says_at_once_what_happens_next(self, settings: Settings, capfd: pytest.CaptureFixture[str]) -> None:
+        class Interrupt(Callback):
+            def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+                if metrics["step"] == 3:
+                    capfd.readouterr()
+                    os.kill(os.getpid(), signal.SIGINT)
+                    printed.append(capfd.readouterr().err)
+
+        printed: list[str] = []
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(StoppedBySignal, match="stopped by SIGINT after step 3, saved in"):
+                train(settings(), Interrupt())
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        assert printed == ["finishing step 3, then saving; press Ctrl-C again to quit without saving\n"]
+
     def test_a_second_interrupt_ends_at_once_and_the_handlers_are_restored(self, settings: Settings) -> None:
         class InterruptTwice(Callback):
             def on_step(self, run: Run, metrics: dict[str, Any]) -> None:

@@ -35,6 +35,24 @@ def make_llama(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any)
     return folder
 
 
+def make_scripted_llama(folder: Path, tokenizer: Tokenizer, chain: list[int], **changes: Any) -> Path:
+    """Saves a Llama that follows every token of `chain` by the next one, whatever comes before; tokens are distinct."""
+    from safetensors.torch import load_file, save_file
+
+    assert len(set(chain)) == len(chain) <= TINY_LLAMA["hidden_size"]
+    file = make_llama(folder, tokenizer, **changes) / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+            tensor.zero_()
+    for dim, token in enumerate(chain):
+        tensors["model.embed_tokens.weight"][token, dim] = 1.0
+        if dim:
+            tensors["lm_head.weight"][token, dim - 1] = 1.0
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
 def write_rows(path: Path, rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -9,8 +9,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
-_API_NAMES = ["Callback", "Chat", "evaluate", "export", "inspect_data", "prepare", "train", "train_tokenizer"]
+__version__ = "0.2.0.dev0"
+_API_NAMES = [
+    "Callback",
+    "Chat",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect_data",
+    "prepare",
+    "train",
+    "train_tokenizer",
+]
 _DATA_NAMES = [
     "InfiniteSampler",
     "JsonlDataset",
@@ -26,3 +36,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("torchstone.api" if name in _API_NAMES else "torchstone.data"), name)
     raise AttributeError(f"module 'torchstone' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,28 +19,56 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchstone import heartbeat
+from torchstone import heartbeat, hub
 from torchstone.checkpoint.export import export_model
-from torchstone.checkpoint.load import is_model_folder, resolve_model_folder
-from torchstone.checkpoint.model_folder import NotNativeError, check_model_folder, load_model, read_model_config
-from torchstone.config.load import from_dict, load_config, to_dict
+from torchstone.checkpoint.load import is_model_folder, read_state, resolve_model_folder
+from torchstone.checkpoint.model_folder import (
+    NotNativeError,
+    check_model_folder,
+    load_model,
+    read_model_config,
+    stored_parameter_count,
+)
+from torchstone.checkpoint.save import STATE_FILE
+from torchstone.config.load import convert_value, from_dict, load_config, read_config_layers, resolve, to_dict
 from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig
+from torchstone.data.formats import TEXT_FORMATS, Message
 from torchstone.data.inspect import inspect_sources
 from torchstone.data.loader import open_sources, tokenize_source
+from torchstone.data.sources import SUFFIXES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
 from torchstone.diagnose import collectives
+from torchstone.errors import UsageError
 from torchstone.models.execution import ExecutionOptions, check_fallback_execution
+from torchstone.models.model import Model
 from torchstone.models.sizing import build_sized_decoder_config
 from torchstone.observe.console import Console
+from torchstone.optim.schedule import resolve_warmup_steps
 from torchstone.parallel.build import stage_layer_ranges
-from torchstone.parallel.mesh import init_distributed, is_distributed, resolve_dims, translate_comm_errors
+from torchstone.parallel.mesh import (
+    init_distributed,
+    is_distributed,
+    local_rank,
+    resolve_dims,
+    translate_comm_errors,
+)
 from torchstone.training import run_folder
-from torchstone.training.checks import translate_out_of_memory
-from torchstone.training.evaluate import Question, evaluate_file, generate_answers
+from torchstone.training.checks import check_memory, translate_out_of_memory
+from torchstone.training.evaluate import AnswerOptions, evaluate_file
+from torchstone.training.generation import (
+    DEFAULT_TEMPERATURE,
+    GeneratedText,
+    SamplingOptions,
+    TextSink,
+    encode_text_prompt,
+    generate_text,
+)
+from torchstone.training.hub_commits import check_same_commits, pin_hub_names
 from torchstone.training.loop import Callback, Run, TrainResult, train_loop
+from torchstone.training.schedule import describe_saving
 from torchstone.training.setup import (
     build_run,
     check_row_length,
@@ -67,6 +95,9 @@ def train(
 
 def train_with_config(config: Config, callbacks: Sequence[Callback] = ()) -> TrainResult:
     with handle_stop_signals(), translate_comm_errors():
+        if not heartbeat.has_launcher():
+            heartbeat.report_phase("downloading from the hub")
+            config = download_with_config(config, weights=True)
         if is_distributed() and not heartbeat.has_launcher() and not dist.is_initialized():
             # torchrun or srun started the ranks, so no launcher has prepared the data. One process per host does it
             # now, so that no process group waits during tokenization.
@@ -84,17 +115,21 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
     with ExitStack() as stack:
         is_mixed = config.training.precision == "bf16"
         ctx = stack.enter_context(init_distributed(config.parallel, device, is_mixed, timeout, join_timeout))
+        check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
-        console = stack.enter_context(run_folder.open_console(config, ctx))
+        console = stack.enter_context(run_folder.open_console(config, ctx, device))
         with translate_out_of_memory("the model", device):
             run = build_run(config, console, device, ctx)
-        if ctx.is_main:
-            run_folder.save_config(config, run.progress.step > 0, console)
+        if ctx.is_main and run.progress.step > 0:
+            run_folder.warn_about_changes(config, console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
-            console.info(
-                f"the run in {run.output_dir} is complete: step {run.progress.step} of {run.schedule.total_steps}"
-            )
-            return TrainResult(run.progress.step, run.checkpoint, None, None, None)
+            step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
+            reason = f"; {stopped}" if stopped else ""
+            console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}{reason}")
+            return TrainResult(step, run.checkpoint, None, None, stopped)
+        console.open_log()
+        if ctx.is_main:
+            run_folder.save_config(config, console)
         for line in _describe_run(run):
             console.info(line)
         return train_loop(run, callbacks)
@@ -112,9 +147,10 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
     if config.model.path is None:
         # Neither vocabulary nor context length matters for this check.
         decoder_config = build_sized_decoder_config(config.model, vocab_size=8, context_length=8)
-    elif is_model_folder(Path(config.model.path)):
+    elif (name := hub.parse_model(config.model.path)) is not None or is_model_folder(Path(config.model.path)):
+        folder = Path(config.model.path) if name is None else hub.download_model(name, weights=False).folder
         try:
-            _, _, decoder_config = read_model_config(Path(config.model.path))
+            _, _, decoder_config = read_model_config(folder)
         except NotNativeError:
             check_fallback_execution(ExecutionOptions(tp=dims.tp, pp=dims.pp))
             return
@@ -122,6 +158,11 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
         # A run: its checkpoint is chosen and checked later.
         return
     stage_layer_ranges(decoder_config, dims, config.parallel)
+
+
+def download_with_config(config: Config, weights: bool = False) -> Config:
+    """Downloads what a config names on the hub, and returns the config with the commits."""
+    return pin_hub_names(config, Console(config.observe.console if local_rank() == 0 else "none"), weights)
 
 
 def prepare(
@@ -132,6 +173,7 @@ def prepare(
 
 
 def prepare_with_config(config: Config) -> dict[str, Any]:
+    config = download_with_config(config)
     data = open_data(config, _load_tokenizer(config), Console(config.observe.console))
     return {
         "fingerprint": data.fingerprint,
@@ -160,6 +202,7 @@ def inspect_data(
 
 
 def inspect_data_with_config(config: Config, rows: int = 5, tokens: int | None = 400) -> dict[str, Any]:
+    config = download_with_config(config)
     console, tokenizer, data = Console(config.observe.console), _load_tokenizer(config), config.data
     names = [data_file(name, Path(data.cache_dir)) for name in data.path or ()]
     caches = [
@@ -181,10 +224,16 @@ def train_tokenizer(
     skip_bad_rows: bool = False,
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
+    columns: str | Mapping[str, str] = "",
+    bos: bool = True,
 ) -> dict[str, Any]:
-    """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report."""
+    """Trains a byte-level BPE tokenizer from `data`, saves it as a Hugging Face folder, and returns a report.
+
+    `columns` is as in data.columns. With `bos` the tokenizer begins every text with a BOS token.
+    """
     check_target(Path(folder))
-    names = [data_file(name, Path(cache_dir)) for name in ([data] if isinstance(data, str) else data)]
+    console = Console("quiet" if quiet else "auto")
+    names = [_data_path(name, cache_dir, console) for name in ([data] if isinstance(data, str) else data)]
     tokenizer, report = train_bpe(
         names,
         vocab_size,
@@ -194,7 +243,9 @@ def train_tokenizer(
         min_frequency=min_frequency,
         max_bytes=max_bytes,
         stop_on_bad_row=not skip_bad_rows,
-        console=Console("quiet" if quiet else "auto"),
+        columns=convert_value("data.columns", columns),
+        bos=bos,
+        console=console,
     )
     save_tokenizer(tokenizer, Path(folder))
     return {"folder": str(folder)} | report
@@ -203,38 +254,55 @@ def train_tokenizer(
 def evaluate(
     source: str,
     data: str,
-    questions: int | None = None,
+    questions: int | None = 200,
     context_length: int | None = None,
     device: Device = "auto",
     cache_dir: str = "cache/datasets",
     quiet: bool = False,
     trust_remote_code: bool = False,
+    columns: str | Mapping[str, str] = "",
+    *,
+    extract: str | None = None,
+    max_tokens: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the loss of a model (run, checkpoint or folder) over `data`; for conversations also the exact match."""
-    console = Console("quiet" if quiet else "lines")
-    torch_device = select_device(SystemConfig(device=device))
-    folder = resolve_model_folder(source)
-    execution = ExecutionOptions(packed=True, trust_remote_code=trust_remote_code)
+    """Returns the loss of a model (run, checkpoint, folder or name on the hub) over `data`; for conversations also the
+    exact match.
+
+    `columns` is as in data.columns. `questions` is the number of rows to answer, None for all. `extract` is a regular
+    expression for what is compared of an answer of at most `max_tokens` tokens. `overrides` are config keys such as
+    data.on_bad_row.
+    """
+    console, options = Console("quiet" if quiet else "auto"), AnswerOptions(questions, max_tokens, extract)
+    options.pattern()
+    settings: dict[str, Any] = {
+        "model.path": source,
+        "model.trust_remote_code": trust_remote_code,
+        "data.path": data,
+        "data.cache_dir": cache_dir,
+        "system.device": device,
+        "training.global_batch_size": 64,
+    }
+    optional = {"data.context_length": context_length, "data.columns": columns or None}
+    settings |= {key: value for key, value in optional.items() if value is not None} | dict(overrides or {})
+    layers = read_config_layers(None, None, settings)
+    config = resolve(layers)
+    torch_device = select_device(config.system)
+    folder = resolve_model_folder(source, trust_remote_code=config.model.trust_remote_code)
+    execution = _execution(config, packed=config.data.packing)
+    check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, torch_device)
     check_model_folder(folder, torch_device, torch.float32, execution)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    path = data_file(data, Path(cache_dir))
+    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
+    path = _data_path(data, config.data.cache_dir, console)
     with translate_out_of_memory("the evaluation", torch_device):
         model = load_model(folder, torch_device, execution=execution)
-        context_length = context_length or min(EVALUATION_LENGTH, model.max_positions or EVALUATION_LENGTH)
-        console.info(f"model {folder}: {model.describe()}; rows of up to {context_length} tokens")
-        config = load_config(
-            overrides={
-                "model.path": source,
-                "data.path": data,
-                "data.context_length": context_length,
-                "data.packing": model.packing_error(context_length) is None,
-                "data.cache_dir": cache_dir,
-                "training.global_batch_size": 64,
-            }
-        )
+        defaults = {"data.context_length": min(EVALUATION_LENGTH, model.max_positions or EVALUATION_LENGTH)}
+        length = resolve(layers, defaults=defaults).data.context_length
+        config = resolve(layers, defaults=defaults | {"data.packing": model.packing_error(length) is None})
+        console.info(f"model {folder}: {model.describe()}; rows of up to {length} tokens")
         check_row_length(model, config)
         check_vocabulary(model, tokenizer)
-        result = evaluate_file(model, tokenizer, config, path, torch_device, questions, console)
+        result = evaluate_file(model, tokenizer, config, path, torch_device, options, console)
     return {"model": str(folder)} | result
 
 
@@ -270,34 +338,148 @@ def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: boo
     }
 
 
+def generate(
+    source: str,
+    prompt: str = "",
+    max_tokens: int = 256,
+    temperature: float = DEFAULT_TEMPERATURE,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    device: Device = "auto",
+    on_text: TextSink | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns the text with which a model (run, checkpoint or folder) continues `prompt`, the start of a document.
+
+    `on_text` gets the text while it is generated. `overrides` are config keys of the model, such as model.attention.
+    """
+    config = model_config(source, {"system.device": device} | dict(overrides or {}))
+    sampling = SamplingOptions(temperature, top_p, top_k, seed)
+    return generate_with_config(config, prompt, max_tokens, sampling, on_text).text
+
+
+def generate_with_config(
+    config: Config, prompt: str, max_tokens: int, sampling: SamplingOptions, on_text: TextSink | None = None
+) -> GeneratedText:
+    model, tokenizer = _load_model_and_tokenizer(config)
+    ids, generator = encode_text_prompt(tokenizer, prompt), _generator(model, sampling.seed)
+    return generate_text(model, tokenizer, ids, max_tokens, sampling, generator, on_text)
+
+
 class Chat:
-    """A conversation with a run, a checkpoint or a Hugging Face folder."""
+    """A conversation with a run, a checkpoint, a Hugging Face folder or a model on the hub.
+
+    `chat_template` (a file or a built-in name) replaces the tokenizer's; `overrides` are config keys of the model.
+    """
 
     def __init__(
-        self, source: str, max_new_tokens: int = 256, device: Device = "auto", trust_remote_code: bool = False
+        self,
+        source: str,
+        max_new_tokens: int = 256,
+        device: Device = "auto",
+        trust_remote_code: bool = False,
+        *,
+        system: str | None = None,
+        chat_template: str | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        folder = resolve_model_folder(source)
-        execution = ExecutionOptions(trust_remote_code=trust_remote_code)
-        torch_device = select_device(SystemConfig(device=device))
-        check_model_folder(folder, torch_device, torch.float32, execution)
-        self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        self.model = load_model(folder, torch_device, execution=execution)
-        check_vocabulary(self.model, self.tokenizer)
-        self.max_new_tokens = max_new_tokens
-        self.messages: list[dict[str, Any]] = []
+        settings = {
+            "system.device": device,
+            "model.trust_remote_code": trust_remote_code,
+            "data.chat_template": chat_template,
+        }
+        config = model_config(source, settings | dict(overrides or {}))
+        self.sampling = SamplingOptions(temperature, top_p, top_k, seed)
+        self.model, self.tokenizer = _load_model_and_tokenizer(config, for_chat=True)
+        self.generator = _generator(self.model, seed)
+        self.max_new_tokens, self.system = max_new_tokens, system
+        # The last answer, and how it ended.
+        self.last: GeneratedText | None = None
+        self.messages: list[Message] = []
+        self.reset()
 
-    def ask(self, question: str) -> str:
-        self.messages.append({"role": "user", "content": question})
-        (text,) = generate_answers(self.model, self.tokenizer, [Question(self.messages)], self.max_new_tokens)
-        self.messages.append({"role": "assistant", "content": text})
-        return text
+    def ask(self, question: str, on_text: TextSink | None = None) -> str:
+        """Returns the answer; `on_text` gets it while it is generated."""
+        messages: list[Message] = [*self.messages, {"role": "user", "content": question}]
+        prompt = self.tokenizer.encode(self.tokenizer.template.render_prompt(messages))
+        self.last = generate_text(
+            self.model, self.tokenizer, prompt, self.max_new_tokens, self.sampling, self.generator, on_text
+        )
+        self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
+        return self.last.text
 
     def reset(self) -> None:
-        self.messages = []
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+
+def model_config(source: str, overrides: Mapping[str, Any]) -> Config:
+    """The config of a command that uses a model and reads no data; the rules of a config ask for a path."""
+    return load_config(overrides={"model.path": source, "data.path": source} | dict(overrides))
+
+
+def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[Model, Tokenizer]:
+    assert config.model.path is not None
+    device = select_device(config.system)
+    folder = resolve_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    execution = _execution(config, packed=False)
+    check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, device)
+    check_model_folder(folder, device, torch.float32, execution)
+    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
+    if for_chat:
+        _check_chat(folder, config, tokenizer)
+    with translate_out_of_memory("the model", device):
+        model = load_model(folder, device, execution=execution)
+    check_vocabulary(model, tokenizer)
+    return model, tokenizer
+
+
+def _execution(config: Config, packed: bool) -> ExecutionOptions:
+    model = config.model
+    return ExecutionOptions(
+        implementation=model.implementation,
+        attention=model.attention,
+        packed=packed,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _check_chat(folder: Path, config: Config, tokenizer: Tokenizer) -> None:
+    """Raises if the model has never seen a chat template: it would continue the conversation as if it were a text."""
+    if config.data.chat_template is not None:
+        return
+    reason = None if tokenizer.hf.chat_template else "its tokenizer has no chat template"
+    if (folder / STATE_FILE).is_file():
+        state = read_state(folder)
+        formats, is_new = state.get("formats"), state.get("identity", {}).get("model.path") is None
+        if formats and is_new and all(row_format in TEXT_FORMATS for row_format in formats):
+            reason = "it was trained on text only, without a chat template"
+    if reason is not None:
+        raise UsageError(
+            f"{folder} cannot chat: {reason}",
+            f'torchstone generate {config.model.path} "Once upon a time" continues a text; --chat-template chatml, or '
+            "another, chats all the same",
+        )
+
+
+def _generator(model: Model, seed: int) -> torch.Generator:
+    return torch.Generator(next(model.module.parameters()).device).manual_seed(seed)
+
+
+def _data_path(name: str, cache_dir: str, console: Console) -> str:
+    """The file of a `demo:` name, the pinned name of a dataset on the hub; any other path is returned as it is."""
+    on_hub = hub.parse_data(name)
+    if on_hub is not None:
+        return str(hub.download_data(on_hub, SUFFIXES, console).name)
+    return data_file(name, Path(cache_dir))
 
 
 def _load_tokenizer(config: Config) -> Tokenizer:
-    folder = resolve_model_folder(config.model.path) if config.model.path else None
+    folder = resolve_model_folder(config.model.path, weights=False) if config.model.path else None
     path = tokenizer_path(config, folder)
     return load_tokenizer(path, config.data.chat_template, config.model.trust_remote_code)
 
@@ -317,7 +499,8 @@ def _load_and_validate(
 
 
 def _describe_run(run: Run) -> list[str]:
-    sizes, steps, dims = run.data.batch_sizes, run.schedule.total_steps, run.ctx.dims
+    """What is trained, how long and with what, in one line, and a line for each source of a mixture."""
+    sizes, steps, dims, optim = run.data.batch_sizes, run.schedule.total_steps, run.ctx.dims, run.config.optim
     micro_batch = (
         f"{sizes.micro_batch_rows} rows"
         if sizes.micro_batch_tokens is None
@@ -330,8 +513,15 @@ def _describe_run(run: Run) -> list[str]:
         samples = run.schedule.end(run.progress)[1]
         epochs = f" ({samples / len(run.data.train):.2f} epochs)"
         mixture = run.data.describe_mixture(samples)
+    validation = "none held out" if run.data.validation is None else f"{len(run.data.validation)} held out"
+    warmup_steps = resolve_warmup_steps(steps, optim)
     return [
         f"{'endless' if steps is None else steps} steps{epochs} of {sizes.global_batch_size} samples, "
-        f"micro-batches of {micro_batch}, on {run.device}{processes}",
+        f"micro-batches of {micro_batch}, on {run.device}{processes}; "
+        f"all {run.model.parameter_count / 1e6:.2f}M parameters in {run.config.training.precision}; "
+        f"{len(run.data.train)} samples to train on, {validation}; "
+        f"learning rate {optim.learning_rate:g} ({optim.schedule}, {warmup_steps} steps of warm-up), "
+        f"weight decay {optim.weight_decay:g}",
+        describe_saving(run.config.checkpoint),
         *mixture,
     ]

@@ -11,9 +11,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+
+from torchstone.errors import UsageError
 
 
 def fsync(path: Path) -> None:
@@ -84,6 +87,21 @@ def file_lock(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lock_run_folder(folder: Path) -> Iterator[int]:
+    """Locks the folder of a run and returns the open file; an error if a process has locked it.
+
+    Child processes that inherit the file share the lock. It ends with the last of them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another process is training in {folder}", "choose another --output-dir") from None
+        yield lock.fileno()
+
+
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock now."""
     if not path.is_file():
@@ -99,6 +117,12 @@ def is_locked(path: Path) -> bool:
 def temporary_path(final: Path, state: str) -> Path:
     """The hidden name of `final` while it is `partial`, `replaced` or `removed`."""
     return final.with_name(f".{final.name}.{state}")
+
+
+def free_path(path: Path) -> Path:
+    """`path`, or with a number behind its stem if something of that name exists."""
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    return next(name for name in chain([path], numbered) if not os.path.lexists(name))
 
 
 def clean_up(root: Path, pattern: str) -> None:

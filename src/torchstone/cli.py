@@ -9,37 +9,46 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
 from torchstone import __version__, heartbeat
-from torchstone.atomic import write_text
+from torchstone.atomic import lock_run_folder, write_text
 from torchstone.config.help import config_table
 from torchstone.config.load import (
     ConfigLayers,
+    explain_name,
     extract_config_flags,
-    key_with_name,
+    extract_flags,
     read_config_layers,
     resolve,
     to_dict,
 )
 from torchstone.config.schema import Config, Device, Dtype, Purpose, SystemConfig
-from torchstone.errors import NumericalError, TorchstoneError, UsageError
+from torchstone.errors import NumericalError, OutOfMemoryError, TorchstoneError, UsageError, is_out_of_memory
 from torchstone.launch import kubernetes, slurm
 from torchstone.launch.kubernetes import KubernetesJob
-from torchstone.launch.local import run_preparation, run_workers
+from torchstone.launch.local import WorkerFiles, run_preparation, run_workers
 from torchstone.launch.plan import LaunchOptions, LaunchPlan, plan_launch
+from torchstone.launch.rendezvous import SECRET_FILE
 from torchstone.launch.slurm import SlurmJob
+from torchstone.terminal import escape_controls, escape_message, is_terminal
+from torchstone.training.generation import DEFAULT_TEMPERATURE, GeneratedText, SamplingOptions
 from torchstone.training.stop import handle_stop_signals
+
+if TYPE_CHECKING:
+    from torchstone.api import Chat
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1))]
@@ -47,14 +56,40 @@ NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Switch = Annotated[bool, Parameter(negative="")]
 LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
+MAX_TOKENS = Parameter(name=("--max-tokens", "--max-new-tokens"), validator=validators.Number(gte=1))
+MaxTokens = Annotated[int, MAX_TOKENS]
+
+
+def _check_not_negative(type_: Any, value: int | str) -> None:
+    if isinstance(value, int) and value < 0:
+        raise ValueError("Must be >= 0.")
+
+
+CountOrAll = Annotated[Literal["all"] | int, Parameter(validator=_check_not_negative)]
+SamplingFlags = Annotated[SamplingOptions, Parameter(name="*")]
+NO_SAMPLING_OPTIONS = SamplingOptions()
 COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "launch")
+# Config keys of commands that do not train: those that errors about a model or its data name.
+MODEL_KEYS = (
+    "model.implementation", "model.attention", "model.trust_remote_code", "data.chat_template",
+    "system.device", "system.device_id", "system.threads",
+)  # fmt: skip
+DATA_KEYS = (
+    "data.format", "data.context_length", "data.max_samples", "data.packing", "data.text_packing", "data.train_on",
+    "data.on_bad_row", "data.on_long_row", "data.cache_dir", "data.prepare_workers",
+)  # fmt: skip
+KEYS_OF_COMMAND = {"chat": MODEL_KEYS, "generate": MODEL_KEYS, "evaluate": MODEL_KEYS + DATA_KEYS}
 KEYS_HELP = "Every config key is a flag: --section.key VALUE. torchstone train --help-keys lists them."
+OUT_OF_MEMORY_HINT = (
+    "end other programs, or use fewer processes (--nproc, data.prepare_workers), a smaller batch, data or model"
+)
 # Builds the config from its layers; the code in scripts/ passes its own resolver.
 Resolver = Callable[[ConfigLayers, Purpose], Config]
 
 
 def program() -> None:
     """The `torchstone` process."""
+    sys.excepthook = _print_crash
     main(ignore_late_signals=True)
 
 
@@ -64,21 +99,28 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
     With `ignore_late_signals` a signal that comes after the command does not change the exit code.
     """
     args = sys.argv[1:] if args is None else args
+    heartbeat.open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # Characters that a terminal cannot show are escaped.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    flags: list[tuple[str, str]] = []
     try:
-        if args[:1] in (["train"], ["doctor"]):
+        if args[:1] in (["train"], ["doctor"], ["prepare"]):
             heartbeat.attach()
-        flags: list[tuple[str, str]] = []
         if args[:1] and args[0] in COMMANDS_WITH_KEYS:
             flags, args = extract_config_flags(args)
+            # cyclopts has no flag whose value may be left out.
+            sections, args = extract_flags(args, lambda name: name == "help_keys", lambda name: True)
+            args += [f"--help-keys={'all' if section == 'true' else section}" for _, section in sections]
+        elif args[:1] and args[0] in KEYS_OF_COMMAND:
+            flags, args = extract_config_flags(args, KEYS_OF_COMMAND[args[0]])
+            flags = [(key.replace("-", "_"), value) for key, value in flags]
         build_app(Commands(flags, resolver, ignore_late_signals))(args, exit_on_error=False, print_error=False)
         # Not when Python exits: it would then be too late to catch a broken pipe.
         sys.stdout.flush()
     except CycloptsError as error:
-        _fail(UsageError(str(error).strip(), _usage_hint(args)))
+        _fail(_usage_error(str(error).strip(), args, [key for key, _ in flags]))
     except TorchstoneError as error:
         _fail(error)
     except BrokenPipeError as error:
@@ -88,20 +130,11 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
         heartbeat.discard_output(sys.stdout)
         heartbeat.discard_output(sys.stderr)
         sys.exit(141)
-    except OSError as error:
-        # A folder that is a file, a disk that is full or read-only: the user can fix it.
-        if error.filename is None and error.errno != errno.ENOSPC:
-            if _is_worker():
-                _crash(error)
-            raise
-        _fail(UsageError(f"{error.filename or 'cannot write'}: {error.strerror}"))
     except KeyboardInterrupt:
         heartbeat.print_line("interrupted")
         _exit(130)
     except Exception as error:
-        if not _is_worker():
-            raise
-        _crash(error)
+        _fail_after(error)
 
 
 def build_app(commands: Commands) -> App:
@@ -125,9 +158,10 @@ def build_app(commands: Commands) -> App:
     app.command(commands.prepare, help_epilogue=KEYS_HELP)
     app.command(commands.inspect_data, help_epilogue=KEYS_HELP)
     app.command(commands.doctor)
-    app.command(commands.evaluate)
+    app.command(commands.evaluate, help_epilogue=_keys_help("evaluate"))
     app.command(commands.export)
-    app.command(commands.chat)
+    app.command(commands.chat, help_epilogue=_keys_help("chat"))
+    app.command(commands.generate, help_epilogue=_keys_help("generate"))
     app.command(tokenizer)
     tokenizer.command(commands.tokenizer_train, name="train")
     app.command(launch)
@@ -156,7 +190,7 @@ class Commands:
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         max_restarts: NonNegativeInt | None = None,
         print_config: bool = False,
-        help_keys: Switch = False,
+        help_keys: str | None = None,
     ) -> None:
         """Train a model. The same command resumes a run that was stopped.
 
@@ -168,10 +202,10 @@ class Commands:
             max_steps: Number of optimizer steps.
             max_restarts: How many times to restart the workers from the last checkpoint after a failure.
             print_config: Print the resolved config as JSON, and stop.
-            help_keys: List every config key with its meaning and default, and stop.
+            help_keys: List the config keys of a section (or of all) with their meanings and defaults, and stop.
         """
-        if help_keys:
-            sys.stdout.write(config_table() + "\n")
+        if help_keys is not None:
+            sys.stdout.write(config_table(None if help_keys == "all" else help_keys) + "\n")
             return
         if debug and preset not in (None, "debug"):
             raise UsageError(f"--debug means --preset debug, but --preset {preset} is given too")
@@ -204,21 +238,27 @@ class Commands:
         *,
         preset: str | None = None,
         processes: PositiveInt | None = None,
+        pin: Path | None = None,
         as_json: JsonFlag = False,
     ) -> None:
-        """Tokenize the data of a config into the cache, and stop.
+        """Tokenize the data of a config into the cache, and stop. Data on the hub is downloaded first.
 
         Args:
             config: JSON, YAML or TOML file.
             preset: demo, demo-chat, debug or production.
             processes: First check that the parallel sizes fit this many processes and the model.
+            pin: Also download the model from the hub, and write the config with all commits to this file.
             as_json: Print the result as JSON.
         """
         resolved = self._resolve(config, preset, purpose="data" if processes is None else "train")
         from torchstone import api
 
+        resolved = api.download_with_config(resolved)
         if processes is not None:
             api.check_parallel_dims(resolved, processes)
+        if pin is not None:
+            resolved = api.download_with_config(resolved, weights=True)
+            write_text(pin, json.dumps(to_dict(resolved), indent=2) + "\n")
         _print_result(api.prepare_with_config(resolved), as_json)
 
     def inspect_data(
@@ -239,7 +279,7 @@ class Commands:
             preset: demo, demo-chat, debug or production.
             rows: Rows to show per source.
             tokens: Tokens to show per row, from its start and its end.
-            html: Write an HTML page to this file instead.
+            html: Also write an HTML page to this file.
             as_json: Print unrounded JSON only.
         """
         resolved = self._resolve(config, preset, purpose="data")
@@ -249,10 +289,10 @@ class Commands:
         report = api.inspect_data_with_config(resolved, rows, tokens)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
-            sys.stderr.write(f"wrote {html}\n")
+            heartbeat.print_line(f"wrote {html}")
         if as_json:
             _print_json(report)
-        elif html is None:
+        else:
             print_report(report, sys.stdout.write, use_color=sys.stdout.isatty())
 
     def tokenizer_train(
@@ -264,10 +304,12 @@ class Commands:
         vocab_size: PositiveInt = 32768,
         special: str = "",
         chat_template: str = "chatml",
+        bos: bool = True,
         pattern: Literal["gpt2", "gpt4", "gpt4o", "qwen2"] = "gpt4",
         min_frequency: PositiveInt = 2,
         max_bytes: PositiveInt | None = None,
         skip_bad_rows: bool = False,
+        columns: str = "",
         cache_dir: str = "cache/datasets",
         as_json: JsonFlag = False,
     ) -> None:
@@ -275,14 +317,16 @@ class Commands:
 
         Args:
             folder: The new folder.
-            data: Files, folders or globs, separated by commas; or demo:corpus.
+            data: Files, folders, globs or hub:org/name, separated by commas; or demo:corpus.
             vocab_size: Vocabulary size, including special tokens.
             special: Additional special tokens, separated by commas.
             chat_template: A file, or chatml, llama3, alpaca, plain, none; its special tokens are added.
+            bos: Begin every text with a BOS token, so that its first token is learned too.
             pattern: How texts are split into words.
             min_frequency: How often a pair of tokens must occur to be merged.
             max_bytes: Stop reading after this many bytes of text.
             skip_bad_rows: Skip rows that cannot be read, instead of stopping.
+            columns: Names of the data's columns, such as text=content (see data.columns).
             cache_dir: Folder of the built-in data.
             as_json: Print the result as JSON.
         """
@@ -300,6 +344,8 @@ class Commands:
             skip_bad_rows,
             cache_dir,
             quiet=as_json,
+            columns=columns,
+            bos=bos,
         )
         _print_result(result if as_json else _flatten_result(result), as_json)
 
@@ -350,8 +396,7 @@ class Commands:
 
         result = api.doctor(device, limit, quiet=as_json)
         if os.environ.get("RANK", "0") == "0":
-            sys.stdout.write(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
-            sys.stdout.flush()
+            _write_text(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
         if result["json"]["errors"]:
             raise NumericalError("\n".join(result["json"]["errors"]))
 
@@ -361,9 +406,13 @@ class Commands:
         /,
         *,
         data: str,
-        questions: NonNegativeInt | None = None,
+        questions: CountOrAll = 200,
+        extract: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+        max_tokens: Annotated[int | None, MAX_TOKENS] = None,
         context_length: PositiveInt | None = None,
+        chat_template: str | None = None,
         device: Device = "auto",
+        columns: str = "",
         cache_dir: str = "cache/datasets",
         trust_remote_code: bool = False,
         as_json: JsonFlag = False,
@@ -371,25 +420,35 @@ class Commands:
         """Compute the loss of a model over a data file and, for conversations, the exact-match accuracy.
 
         Args:
-            source: A run, a checkpoint or a Hugging Face folder.
-            data: A file, folder or glob, or demo:corpus, demo:chat, demo:heldout.
-            questions: Rows to answer; by default all, 0 for none.
+            source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
+            data: A file, folder or glob; hub:org/name; or demo:corpus, demo:chat, demo:heldout.
+            questions: Rows to answer; 0 for none, all for all.
+            extract: Regular expression for the part of an answer that is compared, such as '#### (.+)'.
+            max_tokens: Maximum length of an answer in tokens; by default a little more than the longest expected one.
             context_length: Maximum row length in tokens; by default 1024, or the model's maximum if smaller.
+            chat_template: A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own.
             device: auto, cpu or cuda.
+            columns: Names of the data's columns, such as prompt=question,completion=answer (see data.columns).
             cache_dir: Folder of the token cache.
             trust_remote_code: Run code from the model's folder.
             as_json: Print unrounded JSON only.
         """
         from torchstone import api
 
-        result = api.evaluate(source, data, questions, context_length, device, cache_dir, as_json, trust_remote_code)
+        template = {} if chat_template is None else {"data.chat_template": chat_template}
+        result = api.evaluate(
+            source, data, None if questions == "all" else questions, context_length, device, cache_dir, as_json,
+            trust_remote_code, columns, extract=extract, max_tokens=max_tokens,
+            overrides=template | dict(self.config_flags),
+        )  # fmt: skip
         examples = result.get("examples", [])
         _print_result({key: value for key, value in result.items() if as_json or key != "examples"}, as_json)
-        if not as_json:
-            for example in examples[:4]:
-                is_right = example["answer"].strip() == example["wanted"].strip()
-                verdict = "right" if is_right else f"expected {example['wanted']!r}"
-                sys.stdout.write(f"  {example['question']}  ->  {example['answer']}  ({verdict})\n")
+        if as_json:
+            return
+        right, wrong = ([example for example in examples if example["right"] is value][:2] for value in (True, False))
+        for example in right + wrong:
+            verdict = "right" if example["right"] else f"expected {example['wanted']!r}"
+            _print_line(f"  {example['question']}  ->  {example['answer']}  ({verdict})")
 
     def export(
         self,
@@ -405,9 +464,9 @@ class Commands:
         """Write a Hugging Face folder, and verify it by loading it in Transformers.
 
         Args:
-            source: A run (its best checkpoint, else its newest), a checkpoint or a Hugging Face folder.
+            source: A run (its best checkpoint, else its newest), a checkpoint, a Hugging Face folder, or a hub name.
             target: The new folder.
-            dtype: float32, bfloat16 or float16; auto keeps the source's.
+            dtype: float32, bfloat16 or float16; auto keeps that of the model that a run started from.
             verify: Load the folder in Transformers and compare weights and logits.
             trust_remote_code: Run code from the model's folder.
             as_json: Print the result as JSON.
@@ -422,40 +481,82 @@ class Commands:
         /,
         *,
         prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-        max_new_tokens: PositiveInt = 256,
+        system: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+        chat_template: str | None = None,
+        max_tokens: MaxTokens = 256,
+        sampling: SamplingFlags = NO_SAMPLING_OPTIONS,
         device: Device = "auto",
         trust_remote_code: bool = False,
     ) -> None:
         """Chat with a model. An empty line or Ctrl-D ends the chat, /new starts a new conversation.
 
         Args:
-            source: A run, a checkpoint or a Hugging Face folder.
+            source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
             prompt: Ask this once, print the answer and stop.
-            max_new_tokens: Maximum length of an answer in tokens.
+            system: The system message of the conversation.
+            chat_template: A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own.
+            max_tokens: Maximum length of an answer in tokens.
             device: auto, cpu or cuda.
             trust_remote_code: Run code from the model's folder.
         """
         from torchstone import api
 
-        conversation = api.Chat(source, max_new_tokens, device, trust_remote_code)
+        conversation = api.Chat(
+            source, max_tokens, device, trust_remote_code, system=system, chat_template=chat_template,
+            temperature=sampling.temperature or 0.0, top_p=sampling.top_p, top_k=sampling.top_k, seed=sampling.seed,
+            overrides=dict(self.config_flags),
+        )  # fmt: skip
         if prompt is not None:
-            sys.stdout.write(conversation.ask(prompt) + "\n")
+            _answer(conversation, prompt)
             return
         while True:
             if sys.stdin.isatty():
                 sys.stderr.write("> ")
                 sys.stderr.flush()
-            try:
-                line = sys.stdin.readline().strip()
-            except UnicodeDecodeError as error:
-                raise UsageError(f"the question is not UTF-8: {error}") from None
+            line = _read_input(sys.stdin.readline).strip()
             if not line:
                 return
             if line == "/new":
                 conversation.reset()
-            else:
-                sys.stdout.write(conversation.ask(line) + "\n")
-                sys.stdout.flush()
+                continue
+            try:
+                _answer(conversation, line)
+            except UsageError as error:
+                # The conversation fills the context: a person can go on with /new.
+                if not sys.stdin.isatty():
+                    raise
+                heartbeat.print_line(f"error: {error}")
+
+    def generate(
+        self,
+        source: str,
+        prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+        /,
+        *,
+        max_tokens: MaxTokens = 256,
+        sampling: SamplingFlags = NO_SAMPLING_OPTIONS,
+        device: Device = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Continue a text with a model, without a chat template.
+
+        Args:
+            source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
+            prompt: The text to continue; - or a pipe reads it from stdin. By default a new document.
+            max_tokens: Maximum number of new tokens.
+            device: auto, cpu or cuda.
+            trust_remote_code: Run code from the model's folder.
+        """
+        if prompt == "-" or (prompt is None and _has_piped_input()):
+            prompt = _read_input(sys.stdin.read).removesuffix("\n")
+        from torchstone import api
+
+        settings = {"system.device": device, "model.trust_remote_code": trust_remote_code} | dict(self.config_flags)
+        if sampling.temperature is None:
+            sampling = replace(sampling, temperature=DEFAULT_TEMPERATURE)
+        config = api.model_config(source, settings)
+        result = api.generate_with_config(config, prompt or "", max_tokens, sampling, _write_text)
+        _end_text(result, max_tokens)
 
     def _resolve(
         self,
@@ -471,20 +572,26 @@ class Commands:
         return self.resolver(read_config_layers(config, preset, overrides), purpose)
 
     def _launch(self, config: Config, plan: LaunchPlan) -> None:
-        """Runs this command in several processes, after one process has checked the layout and tokenized the data."""
-        text, logs = json.dumps(to_dict(config), indent=2), _log_folder(config)
+        """Runs this command in several processes, after one process has checked the layout and tokenized the data.
+
+        The launcher of node 0 locks the run's folder before anything is written there. If no node knows its rank, the
+        worker of rank 0 does it later.
+        """
+        text, output_dir = json.dumps(to_dict(config), indent=2), Path(config.output_dir)
         command = [sys.executable, "-m", "torchstone.cli"]
-        with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
-            file = Path(folder) / "config.json"
+        is_first_node = plan.nodes.max_nodes == 1 or plan.nodes.node_rank == 0
+        with ExitStack() as stack:
+            lock = stack.enter_context(lock_run_folder(output_dir)) if is_first_node else None
+            # Of this launch only: workers that restart must not read the config of another one.
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchstone-")))
+            file, pinned = folder / "config.json", folder / "pinned.json"
             file.write_text(text)
             check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
-            code = run_preparation([*command, "prepare", str(file), *check])
-        if code == 0:
-            # In the run's folder: a file in /tmp may be gone when workers restart, weeks later.
-            logs.mkdir(parents=True, exist_ok=True)
-            write_text(logs / "config.json", text)
-            worker_command = [*command, "train", str(logs / "config.json")]
-            code = run_workers(plan, worker_command, logs, ignore_late_signals=self.ignore_late_signals)
+            code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
+            if code == 0:
+                # The workers get the commits of what is on the hub.
+                files = WorkerFiles(_log_folder(config), {pinned: pinned.read_text()}, lock, output_dir / SECRET_FILE)
+                code = run_workers(plan, [*command, "train", str(pinned)], files, self.ignore_late_signals)
         if code:
             sys.exit(code)
 
@@ -500,22 +607,63 @@ class Commands:
         self._resolve(job.config)
         text = job.render([f"--{key}={value}" for key, value in self.config_flags])
         if output is None and submit is None:
-            sys.stdout.write(text)
+            _write_text(text)
             return
         file = output or Path(default_name)
         write_text(file, text)
-        sys.stderr.write(f"wrote {file}\n")
+        heartbeat.print_line(f"wrote {file}")
         if submit is not None:
-            sys.stdout.write(submit(file) + "\n")
+            _print_line(submit(file))
 
 
-def _usage_hint(args: list[str]) -> str:
-    """Suggests the key that a flag such as --learning-rate may mean, or else the command's --help."""
-    for arg in args:
-        key = key_with_name(arg.removeprefix("--").partition("=")[0]) if arg.startswith("--") else None
-        if key is not None and args[0] in COMMANDS_WITH_KEYS:
-            return f"did you mean --{key}?"
-    return f"see: torchstone {args[0] if args else ''} --help"
+def _keys_help(command: str) -> str:
+    return f"Config keys that are flags here, too: {', '.join(f'--{key}' for key in KEYS_OF_COMMAND[command])}."
+
+
+def _answer(conversation: Chat, question: str) -> None:
+    """Prints an answer while it is generated."""
+    conversation.ask(question, _write_text)
+    if conversation.last is not None:
+        _end_text(conversation.last, conversation.max_new_tokens)
+
+
+def _end_text(result: GeneratedText, max_tokens: int) -> None:
+    """Ends the line of a text that was printed while it was generated, and says on stderr if it was cut off."""
+    _write_text("\n")
+    if result.ended_by == "max_tokens":
+        heartbeat.print_line(f"[stopped at --max-tokens {max_tokens}]")
+    elif result.ended_by == "context":
+        heartbeat.print_line("[stopped: the context of the model is full]")
+
+
+def _read_input(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the input is not UTF-8: {error}") from None
+
+
+def _has_piped_input() -> bool:
+    """Whether stdin is a pipe or a file. Not every stdin that is no terminal has a prompt: services have /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageError:
+    """The error of cyclopts, and what a flag such as --learning-rate may mean, or else the command's --help."""
+    message, _, suggestion = message.partition(" Did you mean ")
+    given_keys = [key.replace("-", "_") for key in given_keys]
+    for arg in args if args and args[0] in COMMANDS_WITH_KEYS else ():
+        flag = arg.partition("=")[0]
+        hint = explain_name(flag[2:], given_keys) if arg.startswith("--") and f"{flag}." in message else None
+        if hint is not None:
+            return UsageError(message, hint)
+    if suggestion and suggestion.rstrip("?.") not in args:
+        return UsageError(message, f"did you mean {suggestion}")
+    return UsageError(message, f"see: torchstone {args[0] if args else ''} --help")
 
 
 def _flatten_result(result: dict[str, Any]) -> dict[str, Any]:
@@ -532,7 +680,17 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
         _print_json(result)
         return
     for key, value in result.items():
-        sys.stdout.write(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}\n")
+        _print_line(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}")
+
+
+def _print_line(text: str) -> None:
+    sys.stdout.write(f"{escape_message(text)}\n")
+
+
+def _write_text(text: str) -> None:
+    """Writes text at once: escaped to a terminal, unchanged to a file or a pipe."""
+    sys.stdout.write(escape_controls(text) if is_terminal(sys.stdout) else text)
+    sys.stdout.flush()
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -552,12 +710,35 @@ def _fail(error: TorchstoneError) -> None:
     _exit(error.exit_code)
 
 
+def _fail_after(error: Exception) -> None:
+    """Ends the process after an exception that is not ours. What is neither memory nor files is a bug."""
+    if is_out_of_memory(error):
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        _fail(OutOfMemoryError(f"the machine is out of memory: {reason}", OUT_OF_MEMORY_HINT))
+    if isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC):
+        # A folder that is a file, a disk that is full or read-only: the user can fix it.
+        _fail(UsageError(f"{error.filename or 'cannot write'}: {error.strerror}"))
+    if _is_worker():
+        _crash(error)
+    raise error
+
+
 def _crash(error: Exception) -> None:
     """Ends a worker after an unexpected error: the traceback goes to its log, the message to the launcher."""
     with suppress(OSError, ValueError):
-        traceback.print_exception(error)
+        sys.stderr.write(_traceback_text(error))
     heartbeat.write_error(error, f"{type(error).__name__}: {error}", 1)
     _exit(1)
+
+
+def _print_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Replaces Python's own report of an unexpected error, which may quote data."""
+    if sys.stderr is not None:
+        sys.stderr.write(_traceback_text(error))
+
+
+def _traceback_text(error: BaseException) -> str:
+    return escape_controls("".join(traceback.format_exception(error)))
 
 
 def _exit(code: int) -> None:

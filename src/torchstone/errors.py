@@ -3,6 +3,11 @@
 Any other exception that escapes a command is a bug in Torchstone and keeps its traceback.
 """
 
+import errno
+
+# How torch and the C library say that memory is used up; for the CPU torch has no exception type.
+OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "Cannot allocate memory", "can't allocate memory", "CUDA out of memory")
+
 
 class TorchstoneError(Exception):
     """`hint` says what to do; the process exits with `exit_code`."""
@@ -58,3 +63,11 @@ class StoppedBySignal(TorchstoneError):
     """A signal stopped the run; its state is saved, and the same command resumes it."""
 
     exit_code = 75
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the machine's memory is used up: of Python, of the system, or of torch."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+    return isinstance(error, MemoryError) or is_torch

@@ -7,6 +7,9 @@ heartbeat costs too little to measure.
 
 The output of a launched worker, including tracebacks and what libraries write, goes to its own log. Lines for the user
 go to the terminal of the launcher. A process without a launcher writes both to its terminal.
+
+A worker whose launcher is gone gets SIGTERM, which makes it save and exit. If it does not, because it waits for a rank
+that has exited, it is killed.
 """
 
 from __future__ import annotations
@@ -27,15 +30,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from torchstone.parent_process import is_descendant_of, request_death_signal
+from torchstone.terminal import escape_message
+
 # What a launcher sets besides torchrun's variables: the folder of the heartbeats, and the file of the process group's
 # store (parallel/mesh.py), which replaces MASTER_ADDR and MASTER_PORT on a single node.
 FOLDER_VARIABLE = "TORCHSTONE_HEARTBEATS"
 STORE_VARIABLE = "TORCHSTONE_STORE"
+# The launcher's process id, and the seconds to save when it is gone; the open file that locks the run's folder.
+LAUNCHER_VARIABLE = "TORCHSTONE_LAUNCHER"
+LOCK_VARIABLE = "TORCHSTONE_LOCK"
 # torchrun's variable: where a worker writes the error that ends it.
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Makes a worker write its Python stacks to its log.
 STACK_SIGNAL = signal.SIGQUIT
 INTERVAL = 0.5
+# Seconds to exit without a launcher before the first step, when there is nothing to save.
+ORPHAN_GRACE = 5.0
 
 # alive_at, progress_at, step, is_waiting, length of the phase; the phase follows.
 _HEADER = struct.Struct("<ddq?i")
@@ -66,13 +77,20 @@ class _WorkerState:
         self.terminal: TextIO | None = None
         self.error_file: str | None = None
         self.file: mmap.mmap | None = None
+        self.has_lock = False
 
 
 _state = _WorkerState()
 
 
 def attach() -> None:
-    """Starts the heartbeat if a launcher has prepared one for this process. Child processes get none."""
+    """Starts the heartbeat if a launcher has prepared one for this process. Child processes get none.
+
+    A process that a launcher started ends when the launcher is gone, with or without a heartbeat.
+    """
+    launcher, _state.has_lock = os.environ.pop(LAUNCHER_VARIABLE, None), bool(os.environ.pop(LOCK_VARIABLE, None))
+    if launcher is not None:
+        _follow_launcher(*launcher.split())
     folder, rank = os.environ.pop(FOLDER_VARIABLE, None), os.environ.get("RANK")
     if folder is None or rank is None or not _heartbeat_file(Path(folder), int(rank)).is_file():
         return
@@ -80,12 +98,17 @@ def attach() -> None:
         _state.file = mmap.mmap(file.fileno(), _SIZE)
     _state.error_file = os.environ.pop(ERROR_VARIABLE, None)
     report_phase(_state.phase)
-    threading.Thread(target=_beat, args=(_state.file, os.getppid()), daemon=True, name="heartbeat").start()
+    threading.Thread(target=_beat, args=(_state.file,), daemon=True, name="heartbeat").start()
 
 
 def has_launcher() -> bool:
     """Whether a launcher of this package watches this process."""
     return _state.file is not None
+
+
+def has_launcher_lock() -> bool:
+    """Whether the launcher of this process has locked the run's folder. The lock lasts as long as one of them lives."""
+    return _state.has_lock
 
 
 def current_phase() -> str:
@@ -116,6 +139,22 @@ def waiting_for_ranks() -> Iterator[None]:
         _state.file[_IS_WAITING_OFFSET] = 0
 
 
+def open_standard_streams() -> None:
+    """Opens /dev/null in place of stdin, stdout and stderr that are closed (`>&-`).
+
+    Otherwise the next file that is opened gets the number of a closed one, and output of libraries is written into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def redirect_output(path: Path) -> None:
     """Sends stdout and stderr of this process to `path`. `terminal()` and `print_line` keep the old stderr."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,13 +176,38 @@ def terminal() -> TextIO | None:
 
 def print_line(text: str) -> None:
     """Writes a line for the user. A closed terminal is not an error."""
-    write_to_terminal(_state.terminal or sys.stderr, f"{text}\n")
+    stream = _state.terminal or sys.stderr
+    if stream is not None:
+        write_to_terminal(stream, f"{text}\n")
+
+
+def print_at_once(text: str) -> None:
+    """Writes a line for the user from a signal handler: one system call, without the locks of streams or of rich.
+
+    On a terminal the line replaces a progress bar, which is drawn again below it.
+    """
+    stream = _state.terminal or sys.stderr
+    if stream is None:
+        return
+    with suppress(OSError, ValueError):
+        descriptor = stream.fileno()
+        clear = "\r\x1b[2K" if os.isatty(descriptor) else ""
+        os.write(descriptor, f"{clear}{text}\n".encode())
+
+
+def stop_message(number: signal.Signals, step: int) -> str:
+    """What to print when a signal stops a run in `step`, 0 if none has begun."""
+    if step == 0:
+        return "stopping: no step has begun, so there is nothing new to save"
+    name, again = ("", " again") if number == signal.SIGINT else (f"{number.name}: ", "")
+    return f"{name}finishing step {step}, then saving; press Ctrl-C{again} to quit without saving"
 
 
 def write_to_terminal(stream: TextIO, text: str) -> None:
-    """Writes and flushes. If that fails (a closed terminal, a full disk), this text and all later output are lost."""
+    """Writes one message, escaped, and flushes. If that fails (a closed terminal, a full disk), this text and all later
+    output are lost."""
     try:
-        stream.write(text)
+        stream.write(escape_message(text))
         stream.flush()
     except (OSError, ValueError):
         discard_output(stream)
@@ -209,12 +273,26 @@ def _heartbeat_file(folder: Path, rank: int) -> Path:
     return folder / f"heartbeat-{rank}"
 
 
-def _beat(file: mmap.mmap, parent: int) -> None:
-    is_orphan = False
+def _beat(file: mmap.mmap) -> None:
     while True:
         file[:8] = struct.pack("<d", time.monotonic())
-        if not is_orphan and os.getppid() != parent:
-            # The launcher was killed, so nothing else would stop this process. SIGTERM makes it save and exit.
-            is_orphan = True
-            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(INTERVAL)
+
+
+def _follow_launcher(pid: str, save_grace: str) -> None:
+    is_signaled_by_kernel = request_death_signal(signal.SIGTERM)
+    if not is_descendant_of(int(pid)):
+        # It died before the request.
+        os.kill(os.getpid(), signal.SIGTERM)
+    args = (int(pid), float(save_grace), is_signaled_by_kernel)
+    threading.Thread(target=_end_without_launcher, args=args, daemon=True, name="launcher").start()
+
+
+def _end_without_launcher(pid: int, save_grace: float, is_signaled_by_kernel: bool) -> None:
+    while is_descendant_of(pid):
+        time.sleep(INTERVAL)
+    if not is_signaled_by_kernel:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(save_grace if _state.step else ORPHAN_GRACE)
+    # A worker leads a process group: what it started ends with it.
+    os.killpg(os.getpgrp(), signal.SIGKILL)

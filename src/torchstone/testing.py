@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from torchstone.errors import UsageError
+from torchstone.launch.rendezvous import host_store, interface_variables
 
 # What tests of parallel training import. The forkserver ignores modules that are not installed.
 PRELOAD = (
@@ -267,7 +268,7 @@ def _launch(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     # Served by this process, so that it outlives every rank.
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = host_store(HOST, 0)
     with tempfile.TemporaryDirectory(prefix="torchstone-ranks-") as folder:
         spec = _LaunchSpec(
             folder=Path(folder), call=_pickle_call(call), world_size=world_size, port=store.port,
@@ -438,6 +439,7 @@ def _join_group(spec: _LaunchSpec, rank: int) -> dist.Store:
     # The forkserver has the environment of the time it was started.
     os.environ.clear()
     os.environ.update(FAST_DNS | spec.environment | _torchrun_variables(spec, rank))
+    os.environ |= interface_variables(HOST, "GLOO_SOCKET_IFNAME")
     torch.set_num_threads(1)
     # Longer than the launch may take, so that the launching process reports a hang first.
     timeout = timedelta(seconds=spec.lifetime)

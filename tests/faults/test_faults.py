@@ -58,7 +58,7 @@ Launch = Callable[..., Result]
 def launch(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> Launch:
     """`torchstone train --nproc N` with injected faults; a checkpoint every 4 steps, validation every 3."""
 
-    def run(nproc: int, faults: list[list[Any]], *args: str) -> Result:
+    def run(nproc: int, faults: list[list[Any]], *args: str, shell: str = "") -> Result:
         folder, marker = tmp_path / "run", uuid.uuid4().hex
         values = settings(
             output_dir=str(folder), training__max_steps=8, training__validate_every_steps=3, system__threads=1,
@@ -70,6 +70,7 @@ def launch(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> Launch:
         path = os.pathsep.join([str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {"INJECT_FAULTS": json.dumps(faults), "INJECT_TIME": str(time_file), "PYTHONPATH": path}
         command = [sys.executable, "-m", "torchstone.cli", "train", str(config), "--nproc", str(nproc), *args]
+        command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
         # Returns when no process holds the pipe any more, so a worker that outlives its launcher fails the test. A test
         # that runs in the background of a shell ignores Ctrl-C, and the launch must not.
         result = subprocess.run(
@@ -120,8 +121,17 @@ class TestFailures:
         ]
         assert result.seconds < LIMIT
         assert result.checkpoints == []
-        assert f"GPU{rank}:INFO | [GPU {rank}] Step [2/8]" in log.read_text()
+        assert f"rank{rank}:INFO | [rank {rank}] Step [2/8]" in log.read_text()
         assert ("injected" in log.read_text()) == (kind == "exception")
+
+    def test_a_worker_has_no_memory_and_nobody_is_listening(self, launch: Launch) -> None:
+        """All standard streams are closed: the launch must not depend on them, nor write into other files."""
+        result = launch(2, [[1, "computing step 3", "out of memory", 1]], shell="<&- >&- 2>&-")
+        assert (result.code, result.stderr) == (4, "")
+        log = (result.folder / "logs/rank-1.log").read_text()
+        assert "rank1:INFO | [rank 1] Step [2/8]" in log
+        assert "Traceback" not in log
+        assert len((result.folder / "metrics.jsonl").read_text().splitlines()) == 2
 
     @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=the_rest)])
     def test_a_worker_is_stopped(self, launch: Launch, nproc: int) -> None:
@@ -147,7 +157,7 @@ class TestFailures:
         pytest.param("SIGINT", "computing step 3", 3, 4, marks=the_rest),
         pytest.param("SIGTERM", "validating after step 3", 3, 2, marks=the_rest),
         pytest.param("SIGTERM", "validating after step 3", 3, 4, marks=the_rest),
-        ("SIGTERM", "saving step 4", 4, 2),
+        ("SIGHUP", "saving step 4", 4, 2),
         pytest.param("SIGTERM", "saving step 4", 4, 4, marks=the_rest),
     ],
 )
@@ -165,10 +175,21 @@ def test_a_signal_saves_and_ends_with_75_without_a_restart(
 
 class TestRestarts:
     def test_a_restarted_run_equals_an_undisturbed_one(self, launch: Launch, tmp_path: Path) -> None:
-        """One worker is killed between two checkpoints, then another one while it saves."""
-        faults = [[1, "computing step 6", "SIGKILL", 1], [0, "saving step 8", "SIGKILL", 2]]
+        """One worker is killed between two checkpoints, then another one while it saves. Before that, someone starts
+        the same run again with another learning rate, which is refused."""
+        second = ["-m", "torchstone.cli", "train", str(tmp_path / "run.json"), "--nproc", "2"]
+        second += ["--optim.learning_rate", "0.5"]
+        faults = [
+            [1, "computing step 5", f"second launch {json.dumps([second, str(tmp_path / 'second')])}", 1],
+            [1, "computing step 6", "SIGKILL", 1],
+            [0, "saving step 8", "SIGKILL", 2],
+        ]
         restarted = launch(2, faults, "--max-restarts", "2")
         assert restarted.code == 0, restarted.stderr
+        assert (tmp_path / "second").read_text().startswith(f"2 error: another process is training in {tmp_path}/run\n")
+        # The lines about the data are those of the preparation; the workers write them to their logs.
+        assert restarted.stderr.count("% of them trained") == 1
+        assert restarted.folder.joinpath("logs/rank-0.log").read_text().count("% of them trained") == 3
         assert "restart 1 of 2" in restarted.stderr
         assert "restart 2 of 2" in restarted.stderr
         assert "resuming from" in restarted.stderr

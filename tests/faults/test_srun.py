@@ -64,7 +64,7 @@ def test_with_a_task_per_rank_one_rank_prepares_the_data_and_the_run_equals_one_
     assert result.returncode == 0, result.stderr
     lines = result.stderr.splitlines()
     tokenizing = [number for number, line in enumerate(lines) if line.startswith("tokenizing ")]
-    training = [number for number, line in enumerate(lines) if line.startswith("GPU0:INFO | ")]
+    training = [number for number, line in enumerate(lines) if line.startswith("rank0:INFO | ")]
     # The first line with the name of a rank comes after the process group has formed.
     assert len(tokenizing) == 1
     assert tokenizing[0] < training[0]

@@ -182,8 +182,46 @@ def test_two_nodes_train_exactly_as_one_and_rank_0_is_on_node_0(reference: Refer
     assert "(2 processes" in first
     assert "Step [" not in second
     logs = [(reference.two / f"logs/rank-{rank}.log").read_text() for rank in range(2)]
-    assert all(f"GPU{rank}:INFO | [GPU {rank}] Step [{STEPS}/{STEPS}]" in log for rank, log in enumerate(logs))
+    assert all(f"rank{rank}:INFO | [rank {rank}] Step [{STEPS}/{STEPS}]" in log for rank, log in enumerate(logs))
     assert network.running() == []
+
+
+def test_another_machine_reaches_no_port_of_a_run_on_one_node(network: Network, tmp_path: Path) -> None:
+    """Two workers on node 0 have formed their process group. Node 1 tries every port that node 0 listens at."""
+    worker = """
+import pathlib, psutil, sys, time, torch
+from torchstone.config.schema import ParallelConfig
+from torchstone.parallel.mesh import init_distributed
+with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=False) as ctx:
+    connections = [c for process in (psutil.Process(), psutil.Process().parent()) for c in process.net_connections()]
+    ports = [str(c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
+    file = pathlib.Path(sys.argv[1], f"ready-{ctx.rank}")
+    file.with_suffix(".new").write_text(" ".join(ports))
+    file.with_suffix(".new").rename(file)
+    while not pathlib.Path(sys.argv[1], "checked").exists():
+        time.sleep(0.01)
+"""
+    launcher = (
+        "import sys\nfrom torchstone.launch.local import run_workers\nfrom torchstone.launch.plan import LaunchPlan\n"
+    )
+    launcher += "sys.exit(run_workers(LaunchPlan(2), sys.argv[1:]))"
+    connect = """
+import socket, sys
+for port in map(int, sys.argv[1:]):
+    code = socket.socket().connect_ex(("10.77.0.1", port))
+    print(port, "refused" if code == 111 else code)
+"""
+    python = [["ip", "netns", "exec", name, sys.executable, "-c"] for name in network.names]
+    run = subprocess.Popen(
+        [*python[0], launcher, sys.executable, "-c", worker, str(tmp_path)], env=clean_environment(), cwd=tmp_path
+    )
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
+    ports = [port for rank in range(2) for port in (tmp_path / f"ready-{rank}").read_text().split()]
+    output = subprocess.run([*python[1], connect, *ports], capture_output=True, text=True, check=True)
+    (tmp_path / "checked").touch()
+    assert run.wait(LIMIT) == 0
+    assert len(ports) >= 2, "gloo listens in each of the two workers"
+    assert output.stdout.split() == [word for port in ports for word in (port, "refused")]
 
 
 @the_rest

@@ -469,4 +469,4 @@ class TestCommandLine:
         error = capfd.readouterr().err
         assert "do not fit 2 processes: pp 2 x tp 2 = 4" in error
         assert "use --parallel.tp 1, or start 4 processes" in error
-        assert not (workspace.folder / "refused").exists()
+        assert [path.name for path in (workspace.folder / "refused").iterdir()] == [".lock"]

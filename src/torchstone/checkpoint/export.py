@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from torchstone.atomic import new_folder
-from torchstone.checkpoint.load import resolve_model_folder
+from torchstone.checkpoint.load import read_state, resolve_model_folder
 from torchstone.checkpoint.model_folder import fallback_reason, load_model, open_weights, read_model_config
-from torchstone.checkpoint.save import hf_state_dict, save_model, save_tokenizer, write_hf_config
+from torchstone.checkpoint.save import STATE_FILE, hf_state_dict, save_model, save_tokenizer, write_hf_config
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
 from torchstone.checkpoint.tensor_files import open_tensor_file
+from torchstone.checkpoint.transformers_folder import read_hf_config
 from torchstone.checkpoint.weight_files import weight_file_paths, write_weights
-from torchstone.checkpoint.weight_names import WEIGHT_NAMES
+from torchstone.checkpoint.weight_names import LLAMA, WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import Decoder
@@ -37,13 +38,13 @@ def export_model(
     source: str, target: Path, dtype: str = "auto", verify: bool = True, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Writes `source` (a run, a checkpoint or a folder) to `target`; returns what was written and measured."""
-    folder = resolve_model_folder(source)
+    folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
     if target.is_file():
         raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):
         raise UsageError(f"{target} exists and is not empty", "export into a new folder")
     execution = ExecutionOptions(trust_remote_code=trust_remote_code)
-    target_dtype = stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype)
+    target_dtype, dtype_reason = resolve_dtype(folder, dtype)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     is_native = fallback_reason(folder, execution) is None
     with new_folder(target) as work:
@@ -61,7 +62,8 @@ def export_model(
         "source": str(folder),
         "folder": str(target),
         "parameters": parameters,
-        "dtype": str(target_dtype).removeprefix("torch."),
+        "dtype": dtype_name(target_dtype),
+        "dtype_reason": dtype_reason,
         "bytes": sum(file.stat().st_size for file in weight_file_paths(target)),
         "verified": verify,
         "max_logit_difference": difference,
@@ -80,14 +82,51 @@ def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> None:
         (target / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
 
 
+def resolve_dtype(folder: Path, requested: str) -> tuple[torch.dtype, str]:
+    """The dtype of an export, and why. By default it is the one of the model that the run started from."""
+    if requested != "auto":
+        return getattr(torch, requested), "as requested"
+    source = source_dtype(folder) if (folder / STATE_FILE).is_file() else None
+    if source is not None:
+        return getattr(torch, source), "as in the model that the run started from"
+    dtypes = _stored_dtypes(folder)
+    reason = "as in the source"
+    if len(dtypes) > 1:
+        reason = f"it holds all of the source's {', '.join(sorted(map(dtype_name, dtypes)))}"
+    return stored_dtype(folder), reason
+
+
+def source_dtype(folder: Path) -> str | None:
+    """The dtype in which runs that start from a folder are exported, for their checkpoints; None: as they are stored.
+
+    A Hugging Face folder has its own. A checkpoint has the one of the model that its run started from: weights that
+    train in fp32 are not a wish for an export in fp32. A new model has none, nor has a checkpoint of version 0.1.
+    """
+    if not (folder / STATE_FILE).is_file():
+        return dtype_name(stored_dtype(folder))
+    dtype = read_state(folder).get("source_dtype")
+    return dtype if isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype) else None
+
+
 def stored_dtype(folder: Path) -> torch.dtype:
     """The narrowest dtype that holds every tensor of a folder exactly; at least fp32 for 8-bit floats."""
-    tensors = _stored_tensors(shard_files(folder, WEIGHTS) or weight_file_paths(folder))
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    dtypes = _stored_dtypes(folder)
     if any(dtype.itemsize == 1 for dtype in dtypes):
         # torch does not promote 8-bit floats.
         dtypes = {torch.float32, *(dtype for dtype in dtypes if dtype.itemsize > 1)}
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stored_dtypes(folder: Path) -> set[torch.dtype]:
+    """The floating-point dtypes of a folder's parameters. Old files also have fp32 RoPE frequencies, for example."""
+    names = WEIGHT_NAMES.get(str(read_hf_config(folder).get("model_type")), LLAMA)
+    files = map(open_tensor_file, shard_files(folder, WEIGHTS) or weight_file_paths(folder))
+    tensors = [tensor for file in files for name, tensor in file.tensors.items() if not names.is_ignored(name)]
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
 def _stored_tensors(paths: list[Path]) -> list[Tensor]:

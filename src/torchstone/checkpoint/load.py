@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstone import atomic
+from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
@@ -43,13 +43,21 @@ def find_resume_checkpoint(
         if not checkpoints or path.resolve().parent == root.resolve():
             return _named_checkpoint(path, checkpoints, ctx)
         warn(f"{output_dir} has checkpoints of its own: resuming from them, not from {resume}")
+    damaged: list[Path] = []
     for _, folder in reversed(checkpoints):
         try:
             manifest.verify_checkpoint(folder, ctx)
-            return folder
+        except manifest.UnlistedFilesError:
+            # An older checkpoint would lose steps, and someone has to look at these files anyway.
+            raise
         except CheckpointError as error:
             warn(f"{error.message}; trying the previous checkpoint")
+            damaged.append(folder)
+        else:
+            _set_aside(damaged, warn, ctx)
+            return folder
     if checkpoints:
+        # They keep their names, so that the next start is refused as well.
         raise CheckpointError(f"no checkpoint in {root} is complete", "choose another --output-dir to start again")
     return None
 
@@ -59,9 +67,19 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not (folder / CHECKPOINTS).is_dir()
 
 
-def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Path:
-    """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint."""
-    folder = Path(path)
+def resolve_model_folder(
+    path: str,
+    ctx: ParallelContext = SINGLE_PROCESS,
+    warn: Callable[[str], None] | None = None,
+    weights: bool = True,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint.
+
+    A model on the hub is downloaded, unless it is in the cache; without `weights`, only its config and tokenizer.
+    """
+    name = hub.parse_model(path)
+    folder = Path(path) if name is None else hub.download_model(name, None, weights, trust_remote_code).folder
     root = folder / CHECKPOINTS
     if (folder / "metrics.jsonl").is_file() and not manifest.list_checkpoints(root):
         raise UsageError(f"{folder} is a run without a checkpoint")
@@ -71,12 +89,15 @@ def resolve_model_folder(path: str, ctx: ParallelContext = SINGLE_PROCESS) -> Pa
         return folder
     checkpoints = dict(manifest.list_checkpoints(root))
     if checkpoints:
-        best = best_step(root)
+        best = best_step(root, warn)
         checkpoint = checkpoints[best if best in checkpoints else max(checkpoints)]
         manifest.verify_checkpoint(checkpoint, ctx)
         return checkpoint
     if not folder.is_dir():
-        raise UsageError(f"model folder {folder} does not exist", "name a Hugging Face folder, a checkpoint or a run")
+        raise UsageError(
+            f"model folder {folder} does not exist",
+            "name a Hugging Face folder, a checkpoint or a run, or a model on the hub as org/name",
+        )
     if (folder / "adapter_config.json").is_file():
         raise UsageError(
             f"{folder} is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
@@ -129,6 +150,19 @@ def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Call
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def _set_aside(damaged: list[Path], warn: Callable[[str], None], ctx: ParallelContext) -> None:
+    """Rank 0 renames the checkpoints that resuming passes over: they would count as the newest ones of the run."""
+    lines, error = [], None
+    if ctx.is_main:
+        try:
+            lines = [f"{folder.name} is damaged: renamed to {manifest.set_aside(folder)}" for folder in damaged]
+        except OSError as failure:
+            error = CheckpointError(f"a damaged checkpoint could not be renamed: {failure}")
+    ctx.raise_on_all_ranks(error)
+    for line in lines:
+        warn(line)
 
 
 def _named_checkpoint(path: Path, checkpoints: list[tuple[int, Path]], ctx: ParallelContext) -> Path:

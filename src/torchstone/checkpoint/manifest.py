@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,14 @@ from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+# What some loader takes for weights, moments or RNG states: a file that is loaded must be in the manifest. An index or
+# an adapter leads Transformers to other weights.
+TENSOR_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf")
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class UnlistedFilesError(CheckpointError):
+    """A checkpoint with files that its manifest does not list. It is not damaged: without them it can be used."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -64,13 +72,26 @@ def commit_folder(final: Path, ctx: ParallelContext = SINGLE_PROCESS) -> Iterato
 
 
 def verify_checkpoint(folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
-    """Compares every file with its hash in the manifest; each rank verifies a share of the files."""
+    """Compares every file with its hash in the manifest; each rank verifies a share of the files.
+
+    Raises UnlistedFilesError if the folder has tensor files that are not in the manifest.
+    """
     error = None
     try:
         _verify_share(folder, ctx.rank, ctx.world_size)
     except CheckpointError as own_error:
         error = own_error
+    except OSError as failure:
+        error = CheckpointError(f"{folder}: cannot be read: {failure}")
     ctx.raise_on_all_ranks(error)
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is neither listed nor counted; returns its new path."""
+    aside = atomic.free_path(folder.with_name(f"damaged-{folder.name}"))
+    folder.rename(aside)
+    atomic.fsync(folder.parent)
+    return aside
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -85,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: damaged: not a JSON object")
@@ -113,12 +134,24 @@ def _verify_share(folder: Path, rank: int, world_size: int) -> None:
         entries = {}
     if not entries:
         raise CheckpointError(f"{folder / MANIFEST}: damaged: it lists no files")
+    _check_unlisted(folder, entries)
     for name, (size, digest) in list(entries.items())[rank::world_size]:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
         if path.stat().st_size != size or file_hash(path) != digest:
             raise CheckpointError(f"{path}: damaged: it differs from the file that was saved")
+
+
+def _check_unlisted(folder: Path, listed: Collection[str]) -> None:
+    names = sorted(path.name for path in folder.iterdir() if path.name not in listed)
+    unlisted = [n for n in names if n.lower().endswith(TENSOR_SUFFIXES) or n == ADAPTER_CONFIG]
+    if unlisted:
+        more = f" and {len(unlisted) - 8} more" if len(unlisted) > 8 else ""
+        raise UnlistedFilesError(
+            f"{folder}: has files that its {MANIFEST} does not list: {', '.join(unlisted[:8])}{more}",
+            "they were not saved with it and might be loaded: move them away",
+        )
 
 
 def _entry(path: Path) -> dict[str, Any]:

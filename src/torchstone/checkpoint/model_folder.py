@@ -7,6 +7,7 @@ before data is tokenized. `load_model` reads the weights into what a `ModelBuild
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
+from torchstone.checkpoint.tensor_files import read_shapes
 from torchstone.checkpoint.transformers_folder import check_fallback_folder, load_fallback, read_hf_config
-from torchstone.checkpoint.weight_files import WeightFiles
+from torchstone.checkpoint.weight_files import WeightFiles, weight_file_paths
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder, DecoderConfig
@@ -128,6 +130,12 @@ def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
             raise
         return error.message
     return None
+
+
+def stored_parameter_count(folder: Path) -> int:
+    """The number of parameters in a folder's weight files, from their headers: files may be larger than memory."""
+    files = shard_files(folder, WEIGHTS) or weight_file_paths(folder)
+    return sum(math.prod(shape) for path in files for shape in read_shapes(path).values())
 
 
 def check_model_folder(

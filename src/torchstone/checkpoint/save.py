@@ -10,6 +10,7 @@ Several ranks write in parallel: each writes its shards of the weights (weights-
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError
 from torchstone.models.families import Family
 from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
+from torchstone.observe.console import Console
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
@@ -98,6 +100,13 @@ def hf_state_dict(model: Model) -> dict[str, Tensor]:
     return full_state_dict(model.module.hf) or model.module.hf.state_dict()
 
 
+def hf_name(model: Model, name: str) -> str:
+    """The Hugging Face name of the tensor that holds an unfused parameter."""
+    if isinstance(model, NativeModel):
+        return next(iter(WEIGHT_NAMES[model.hf_config["model_type"]].stored_tensors([name])))
+    return name.removeprefix("hf.")
+
+
 def write_hf_config(hf_config: dict[str, Any], family: Family, dtype: torch.dtype, folder: Path) -> None:
     """Writes config.json of a native model."""
     # The code that auto_map names did not run here, and is not in this folder.
@@ -150,26 +159,36 @@ def mark_best(root: Path, step: int, loss: float) -> None:
     manifest.write_json(root / BEST_FILE, {"step": step, "val_loss": loss})
 
 
-def best_step(root: Path) -> int | None:
-    """The step of the checkpoint with the best validation loss, if one is marked."""
-    if not (root / BEST_FILE).is_file():
+def best_step(root: Path, warn: Callable[[str], None] | None = None) -> int | None:
+    """The step of the checkpoint with the best validation loss, if one is marked. A damaged file only warns."""
+    path = root / BEST_FILE
+    if not path.exists():
         return None
-    step = manifest.read_json(root / BEST_FILE).get("step")
-    if not isinstance(step, int):
-        raise CheckpointError(
-            f"{root / BEST_FILE}: damaged: it has no step", "remove this file to use the newest checkpoint"
-        )
-    return step
+    try:
+        step = manifest.read_json(path).get("step")
+        if isinstance(step, int):
+            return step
+        problem = f"{path}: damaged: it has no step"
+    except CheckpointError as error:
+        problem = error.message
+    (warn or Console("quiet").warn)(f"{problem}; no checkpoint counts as the best one")
+    return None
 
 
-def prune_checkpoints(root: Path, keep_last: int | None) -> list[int]:
-    """Removes all but the newest `keep_last` checkpoints and the best one; returns the removed steps."""
+def prune_checkpoints(
+    root: Path,
+    keep_last: int | None,
+    protected: Collection[Path | None] = (),
+    warn: Callable[[str], None] | None = None,
+) -> list[int]:
+    """Removes all but the newest `keep_last` checkpoints, the best one and `protected`; returns the removed steps."""
     if keep_last is None:
         return []
-    best = best_step(root)
+    best = best_step(root, warn)
+    kept = {folder.resolve() for folder in protected if folder is not None}
     removed = []
     for step, folder in manifest.list_checkpoints(root)[:-keep_last]:
-        if step != best:
+        if step != best and folder.resolve() not in kept:
             manifest.remove_checkpoint(folder)
             removed.append(step)
     return removed

@@ -48,6 +48,15 @@ def open_tensor_file(path: Path) -> TensorFile:
         raise CheckpointError(f"{path}: damaged or not a safetensors file: {error}") from None
 
 
+def read_shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes in the header of a file. Torch's mapping may fail for a file larger than memory; this does not."""
+    try:
+        with safe_open(path, "np") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: damaged or not a safetensors file: {error}") from None
+
+
 def read_slice_into(source: Tensor, target: Tensor, offset: Sequence[int]) -> int:
     """Overwrites `target` with the slice of `source` that has its shape and begins at `offset`, in the dtype and on the
     device of `target`. Returns the number of bytes read from `source`."""

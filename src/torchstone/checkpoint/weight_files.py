@@ -41,7 +41,7 @@ class WeightFiles:
         is_headless = not any(name.startswith(names.prefix) for name in self.files)
         for name in self.files:
             stored = names.stored_tensor(name) or (names.stored_tensor(names.prefix + name) if is_headless else None)
-            if name.endswith(names.ignored_suffixes):
+            if names.is_ignored(name):
                 continue
             if stored is not None and all(parameter in parameters for parameter in stored.parameter_names):
                 self.stored[name] = stored

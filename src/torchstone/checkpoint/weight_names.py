@@ -30,6 +30,9 @@ class WeightNames:
     # Tensors in old files that are not trained parameters.
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
+    def is_ignored(self, hf_name: str) -> bool:
+        return hf_name.endswith(self.ignored_suffixes)
+
     def stored_tensor(self, hf_name: str) -> StoredTensorSpec | None:
         """What the tensor `hf_name` holds; None if it is not one of this family's."""
         module, _, kind = hf_name.rpartition(".")

@@ -1,7 +1,7 @@
 """Reads JSON (with comments), YAML and TOML config files, with the line of every key.
 
 The line makes a wrong key a one-second fix. A duplicate key is an error in all three formats: the JSON and YAML
-libraries would silently use the last one.
+libraries would silently use the last one. A small file cannot become a large config: YAML aliases have a limit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from typing import Any
 import yaml
 
 from torchstone.errors import UsageError
+
+# No setting has so many digits, and Python refuses to convert thousands of them.
+LONG_NUMBER = re.compile(r"""(?<![\w"'.:/#-])[-+]?\d[\da-fA-Fxo_:]{400,}""")
+# What aliases may make of a YAML file.
+MAX_YAML_NODES = 10_000
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,38 @@ def read_config_file(path: Path) -> ConfigFile:
         raise UsageError(f"config file {path} does not exist", _list_siblings(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot read the file: {error}") from None
+    if match := LONG_NUMBER.search(text):
+        raise UsageError(f"{path}:{text.count(chr(10), 0, match.start()) + 1}: a number of {len(match[0])} characters")
     try:
         file = reader(text, path)
     except RecursionError:
         raise UsageError(f"{path}: nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     if not isinstance(file.values, dict):
         raise UsageError(f"{path}: a config file must be a mapping of sections, not {type(file.values).__name__}")
+    _check_unique(file, path)
     return file
+
+
+def _check_unique(file: ConfigFile, path: Path) -> None:
+    """Raises UsageError if a key is written twice in different ways: `optim.eps`, and `eps` within `optim`."""
+    names: set[str] = set()
+
+    def visit(prefix: str, values: dict[Any, Any]) -> None:
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict):
+                visit(f"{name}.", value)
+            elif name in names:
+                raise _duplicate_key(path, file.lines.get(name, 1), name)
+            names.add(name)
+
+    visit("", file.values)
+
+
+def _duplicate_key(path: Path, line: int, name: str) -> UsageError:
+    return UsageError(f"{path}:{line}: duplicate key {name}", "keep one of them")
 
 
 def _list_siblings(path: Path) -> str | None:
@@ -60,12 +90,10 @@ _JSON_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/|[{}\[\]:,]|\n|
 def _read_json(text: str, path: Path) -> ConfigFile:
     clean = _strip_comments(text)
     try:
-        values = json.loads(clean, object_pairs_hook=lambda pairs: _unique_keys(pairs, path))
+        values = json.loads(clean)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg}", _quote_line(text, error.lineno)) from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not JSON: {error}") from None
-    return ConfigFile(values, _json_lines(clean))
+    return ConfigFile(values, _json_lines(clean, path))
 
 
 def _strip_comments(text: str) -> str:
@@ -82,30 +110,29 @@ def _blank(token: str) -> str:
     return re.sub(r"[^\n]", " ", token)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise UsageError(f"{path}: duplicate key {key!r} in one object", "keep one of them")
-        values[key] = value
-    return values
-
-
-def _json_lines(text: str) -> dict[str, int]:
+def _json_lines(text: str, path: Path) -> dict[str, int]:
     """Returns the line of each dotted key. A string before a colon is a key of the innermost open object."""
     lines: dict[str, int] = {}
     open_objects: list[str] = []
+    keys: list[set[str]] = []
     line, last_string, key, lists = 1, "", "", 0
     for token in _JSON_TOKEN.findall(text):
         if token.startswith('"'):
             last_string = token
-        elif token == ":" and lists == 0:
+        elif token == ":":
             key = json.loads(last_string)
-            lines[".".join([*open_objects[1:], key])] = line
+            name = ".".join([*open_objects[1:], key])
+            if key in keys[-1]:
+                raise _duplicate_key(path, line, name)
+            keys[-1].add(key)
+            if lists == 0:
+                lines[name] = line
         elif token == "{":
             open_objects.append(key)
+            keys.append(set())
         elif token == "}":
             open_objects.pop()
+            keys.pop()
         elif token in ("[", "]"):
             lists += 1 if token == "[" else -1
         line += token.count("\n")
@@ -130,6 +157,7 @@ def _read_yaml(text: str, path: Path) -> ConfigFile:
         if node is None:
             return ConfigFile({}, {})
         lines: dict[str, int] = {}
+        _count_yaml_nodes(node, {}, path)
         _yaml_lines(node, (), lines, path)
         return ConfigFile(loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
@@ -139,14 +167,33 @@ def _read_yaml(text: str, path: Path) -> ConfigFile:
         raise UsageError(f"{path}: not YAML: {error}") from None
 
 
+def _count_yaml_nodes(node: yaml.Node, counts: dict[yaml.Node, int], path: Path) -> int:
+    """The number of nodes in `node`, with every alias counted as what it stands for. A count of 0 is unfinished."""
+    line = node.start_mark.line + 1
+    if node not in counts:
+        counts[node] = 0
+        children = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        counts[node] = 1 + sum(_count_yaml_nodes(child, counts, path) for child in children)
+    if counts[node] == 0:
+        raise UsageError(f"{path}:{line}: contains an alias for itself", "write it out")
+    if counts[node] > MAX_YAML_NODES:
+        raise UsageError(f"{path}:{line}: more than {MAX_YAML_NODES} values, with aliases", "write a smaller config")
+    return counts[node]
+
+
 def _yaml_lines(node: yaml.Node, prefix: tuple[str, ...], lines: dict[str, int], path: Path) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _yaml_lines(item, (*prefix, str(index)), lines, path)
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:
         key = (*prefix, str(key_node.value))
         line = key_node.start_mark.line + 1
         if ".".join(key) in lines:
-            raise UsageError(f"{path}:{line}: duplicate key {'.'.join(key)}", "keep one of them")
+            raise _duplicate_key(path, line, ".".join(key))
         lines[".".join(key)] = line
         _yaml_lines(value_node, key, lines, path)
 

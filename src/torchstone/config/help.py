@@ -14,6 +14,7 @@ from typing import Literal, get_args, get_origin
 
 from torchstone.config import schema
 from torchstone.config.load import field_types
+from torchstone.errors import UsageError
 
 
 @cache
@@ -33,10 +34,14 @@ def field_help() -> dict[str, str]:
     return help_by_key
 
 
-def config_table() -> str:
-    """All keys by section with defaults, as plain text."""
+def config_table(only: str | None = None) -> str:
+    """The keys of one section, or of all, with their defaults, as plain text."""
+    if only is not None and only not in schema.SECTION_HELP:
+        raise UsageError(f"unknown section {only!r}", f"the sections are {', '.join(schema.SECTION_HELP)}")
     lines = []
     for section, title in schema.SECTION_HELP.items():
+        if section != (only or section):
+            continue
         lines.append(f"\n{section}: {title}")
         for key, default, sentence in _keys_of(section):
             choices = f" [one of: {_choices(key)}]" if _choices(key) else ""

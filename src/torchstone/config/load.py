@@ -8,16 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
+
 from torchstone.config.files import read_config_file
-from torchstone.config.schema import NEW_MODEL_KEYS, SECTION_HELP, Config, InvalidConfigError, Purpose, Range, validate
+from torchstone.config.other_names import NOT_HERE, OTHER_NAMES
+from torchstone.config.schema import (
+    FINE_TUNING_DEFAULTS,
+    NEW_MODEL_KEYS,
+    PRESET_BATCH_KEYS,
+    SECTION_HELP,
+    Config,
+    InvalidConfigError,
+    Purpose,
+    Range,
+    validate,
+)
 from torchstone.errors import UsageError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -33,6 +48,9 @@ ALIASES = {
     "optim.lr": "optim.learning_rate",
     "max_steps": "training.max_steps",
 }
+# Keys whose value is a mapping, or a list of them. Each entry is also a key of its own: data.columns.prompt.
+MAPPINGS = ("data.columns",)
+MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
@@ -102,17 +120,48 @@ def resolve(
     defaults: Mapping[str, Any] = NO_DEFAULTS,
     origin: str = "the defaults",
 ) -> Config:
-    """Returns the validated config. A default applies to a key that is unset or null; errors call it `origin`."""
+    """Returns the validated config. A default applies to a key that is unset or null; errors call it `origin`.
+
+    With model.path, the defaults of fine-tuning apply to what is then still unset.
+    """
     settings = layers.merge()
-    for key, default in _collect_overrides(defaults, origin).items():
-        if key not in settings or settings[key].is_null:
-            settings[key] = default
+    _apply_defaults(settings, _collect_overrides(defaults, origin))
+    _apply_defaults(settings, _fine_tuning_defaults(settings))
+    preset_keys = [key for key in PRESET_BATCH_KEYS if key in layers.preset and settings.get(key) is layers.preset[key]]
+    if preset_keys:
+        settings["preset_batch_keys"] = Setting(preset_keys, None, "preset_batch_keys")
     config = _build(settings)
     try:
         validate(config, purpose)
     except InvalidConfigError as error:
         raise UsageError(_with_origin(error.message, settings.get(error.key)), error.hint) from None
     return config
+
+
+def _apply_defaults(settings: dict[str, Setting], defaults: Mapping[str, Setting]) -> None:
+    for key, default in defaults.items():
+        if key not in settings or settings[key].is_null:
+            settings[key] = default
+
+
+def _fine_tuning_defaults(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The defaults of a run that starts from a model; none for a new model."""
+
+    def is_set(key: str) -> bool:
+        return key in settings and not settings[key].is_null
+
+    if not is_set("model.path"):
+        return {}
+    defaults = dict(FINE_TUNING_DEFAULTS)
+    if is_set("optim.warmup_steps") or (is_set("training.mode") and settings["training.mode"].value == "infinite"):
+        # The number of steps is set, or the run has no end to take a share of.
+        del defaults["optim.warmup_ratio"]
+    return _collect_overrides(defaults, "the defaults with model.path")
+
+
+def convert_value(key: str, value: Any) -> Any:
+    """A value for `key`, as from a file or a command line, in the type of its field."""
+    return _convert(value, field_types()[key], key)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -172,19 +221,44 @@ def extract_flags(
     return flags, remaining
 
 
-def extract_config_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Takes `--section.key VALUE` out of a command line. A boolean key is a switch: `--data.shuffle` is true."""
+def extract_config_flags(
+    args: Sequence[str], keys: Sequence[str] | None = None
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Takes `--section.key VALUE` out of a command line; with `keys`, only these.
+
+    A boolean key is a switch: `--data.shuffle` is true, `--no-data.shuffle` is false.
+    """
 
     def is_switch(name: str) -> bool:
         return field_types().get(ALIASES.get(name, name), bool) is bool
 
-    return extract_flags(args, lambda name: "." in name, is_switch)
+    def positive(arg: str) -> str:
+        key = arg.removeprefix("--no-").replace("-", "_")
+        return f"--{key}=false" if arg.startswith("--no-") and field_types().get(key) is bool else arg
+
+    def is_wanted(name: str) -> bool:
+        return "." in name if keys is None else name in keys
+
+    return extract_flags([positive(arg) for arg in args], is_wanted, is_switch)
 
 
-def key_with_name(name: str) -> str | None:
-    """Returns the key that ends in `name`, or has an alias that does."""
-    name = name.replace("-", "_")
-    keys = [key for key in (*field_types(), *ALIASES) if key.rsplit(".", 1)[-1] == name]
+def explain_name(name: str, given: Collection[str] = ()) -> str | None:
+    """What to write instead of `name`, a setting's name in another trainer or without its section; None if unknown.
+
+    `given` are the keys that are set already: suggesting one of them would not help.
+    """
+    leaf = name.replace("-", "_").rsplit(".", 1)[-1]
+    setting = _key_with_leaf(leaf) or OTHER_NAMES.get(leaf)
+    if setting is None:
+        return NOT_HERE.get(leaf)
+    if setting.split()[0] in given:
+        return f"leave it out: in Torchstone this is --{setting.split()[0]}, which is given too"
+    return f"in Torchstone this is --{setting}"
+
+
+def _key_with_leaf(leaf: str) -> str | None:
+    """Returns the key that ends in `leaf`, or has an alias that does."""
+    keys = [key for key in (*field_types(), *ALIASES) if key.rsplit(".", 1)[-1] == leaf]
     return ALIASES.get(keys[0], keys[0]) if keys else None
 
 
@@ -227,6 +301,12 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
     for name, value, origin in values:
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
+        parent, _, entry = key.rpartition(".")
+        if parent in MAPPINGS:
+            # One entry of a mapping. Its setting has a name of its own, so that it cannot replace a whole mapping.
+            before = settings[parent].value if parent in settings else {}
+            key, name = parent, f"{parent}.NAME"
+            value = before | {entry: value} if isinstance(before, dict) else before
         if key not in field_types():
             raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
         if key in settings and settings[key].name != name:
@@ -257,9 +337,12 @@ def _merge(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, 
 def _suggest(key: str) -> str:
     sections = {name.split(".")[0] for name in field_types() if "." in name}
     section, _, leaf = key.partition(".")
-    same_leaf = key_with_name(leaf or section)
+    same_leaf = _key_with_leaf(leaf or section)
     if same_leaf is not None:
         return f"did you mean {same_leaf!r}?"
+    explanation = explain_name(key)
+    if explanation is not None:
+        return explanation
     similar = difflib.get_close_matches(key, [*field_types(), *ALIASES], n=1, cutoff=0.6)
     if similar:
         return f"did you mean {ALIASES.get(similar[0], similar[0])!r}?"
@@ -320,6 +403,8 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         return str(value)
     if origin is tuple:
         return _convert_tuple(value, annotation, key)
+    if origin is dict:
+        return _convert_mapping(value, annotation, key)
     return _convert_plain(value, annotation, key)
 
 
@@ -330,7 +415,36 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
     return _convert(value, inner, key)
 
 
+def _convert_mapping(value: Any, annotation: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{key} must be a mapping, not {value!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+    name_type, type_ = get_args(annotation)
+    return {_convert(name, name_type, key): _convert(inner, type_, f"{key}.{name}") for name, inner in value.items()}
+
+
+def _read_mappings(text: str, key: str) -> list[Any]:
+    """The mappings in `prompt=question,completion=answer`, or in YAML: `{prompt: question}` or a list of these."""
+    if text.lower() in NULL_WORDS:
+        return []
+    if text.strip().startswith(("{", "[")):
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UsageError(f"{key} is not YAML: {text}", f"write it as --{key} {MAPPING_EXAMPLE}") from None
+        return value if isinstance(value, list) else [value]
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise UsageError(f"{key} must be a mapping, not {text!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+    return [{name.strip(): value.strip() for name, _, value in pairs}] if pairs else []
+
+
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
+    if key in MAPPINGS:
+        value = _read_mappings(value, key) if isinstance(value, str) else [value] if isinstance(value, dict) else value
+    if isinstance(value, str) and value.lstrip().startswith('["'):
+        # The strings of a JSON list may have commas.
+        with suppress(ValueError):
+            value = json.loads(value)
     if isinstance(value, str):
         text = "" if value.lower() in NULL_WORDS else value.strip().strip("[]()")
         value = [part.strip() for part in text.split(",") if part.strip()]

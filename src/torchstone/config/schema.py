@@ -35,7 +35,12 @@ class Range:
 
 
 Device = Literal["auto", "cpu", "cuda"]
-Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
+Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document", "lines"]
+# The keys of all row formats.
+Column = Literal[
+    "input_ids", "labels", "len", "messages", "conversations", "tools", "system", "unmask", "prompt", "completion",
+    "instruction", "input", "output", "history", "text", "document",
+]  # fmt: skip
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FamilyName = Literal[
     "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text", "phi3", "gpt2"
@@ -55,10 +60,10 @@ WorkerCount = Annotated[int, Range(0, 256)]
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = None
-    """Hugging Face folder, checkpoint or run to start from; without it, model.depth makes a new model."""
+    """Hugging Face folder, checkpoint, run, or model on the hub (org/name); without it, model.depth makes a new one."""
 
     tokenizer: str | None = None
-    """Folder of the tokenizer, or demo:tokenizer for the built-in one; by default the one in model.path."""
+    """Folder of the tokenizer, name on the hub (org/name), or demo:tokenizer; by default the one in model.path."""
 
     family: FamilyName = "llama"
     """Architecture of a new model."""
@@ -112,13 +117,17 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: tuple[str, ...] | None = None
-    """Training data: a file (JSONL, .gz, .zst, parquet), folder or glob; several with commas; or demo:corpus."""
+    """Training data: a file (JSONL, CSV, text, parquet), folder, glob or hub:org/name; several with commas."""
 
     weights: tuple[PositiveFloat, ...] = ()
     """Relative share of the samples from each path; without weights every row is seen once per epoch."""
 
     format: tuple[Format, ...] = ("auto",)
-    """Row format, one for all paths or one for each; auto detects it from the keys of the first row."""
+    """Row format, one for all paths or one for each; auto detects it from the keys of the first row. lines: every line
+    of a .txt file is a document, instead of the file."""
+
+    columns: tuple[dict[Column, str], ...] = ()
+    """Names of the data's columns, as prompt=question,completion=answer; one mapping for all paths or a list."""
 
     context_length: PositiveInt = 1024
     """Maximum sequence length in tokens; for packed text, the length of every row."""
@@ -178,7 +187,8 @@ class TrainingConfig:
     """Tokens to train on, without padding; the run ends with the step that reaches this number."""
 
     global_batch_size: PositiveInt | None = None
-    """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise."""
+    """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise; by default 32
+    with model.path."""
 
     batch_size: PositiveInt | None = None
     """Rows per device and micro-step, except for packed conversations; by default 8 for text, 4 for conversations."""
@@ -207,11 +217,14 @@ class TrainingConfig:
     validate_at_end: bool = True
     """Validate at the end of the run, if there is validation data."""
 
+    patience: PositiveInt | None = None
+    """Early stopping: end the run when n validations in a row have not improved on the best validation loss."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:
     learning_rate: NonNegativeFloat = 3e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW; by default 2e-5 with model.path."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
@@ -220,7 +233,7 @@ class OptimConfig:
     """Epsilon in the denominator of AdamW."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of all parameters except those of optim.no_decay."""
+    """Decoupled weight decay of all parameters except those of optim.no_decay; by default 0 with model.path."""
 
     no_decay: tuple[str, ...] = ("norm", "bias", "embed")
     """Kinds of parameters without weight decay: norm, bias, embed, head, matrix."""
@@ -233,6 +246,9 @@ class OptimConfig:
 
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
+
+    warmup_ratio: Fraction = 0.0
+    """Linear warm-up as a share of the run, instead of warmup_steps; by default 0.03 with model.path."""
 
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a share of the peak."""
@@ -286,14 +302,17 @@ class CheckpointConfig:
     every_epochs: PositiveFloat | None = None
     """Save every n epochs, such as 0.5."""
 
+    every_minutes: NonNegativeFloat | None = None
+    """Save every n minutes; by default 30 if no other interval is set; 0 turns it off."""
+
     at_end: bool = True
     """Save at the end of the run."""
 
     save_best: bool = False
     """Save after a validation with the best loss so far, and keep that checkpoint."""
 
-    keep_last: PositiveInt | None = None
-    """Checkpoints to keep besides the best one; by default all."""
+    keep_last: PositiveInt | None = 2
+    """Checkpoints to keep besides the best one and the one resumed from; null keeps all."""
 
     resume: str = "auto"
     """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint."""
@@ -309,6 +328,15 @@ class ObserveConfig:
 
     ranks: Literal["first", "all"] = "first"
     """Ranks whose lines are shown on the terminal; every rank has its own log in logs/rank-N.log."""
+
+    sample_every_steps: PositiveInt | None = None
+    """Let the model continue prompts every n steps; the texts are in the log and in samples.jsonl."""
+
+    sample_prompts: tuple[str, ...] = ()
+    """Prompts of the samples: questions if the data has conversations, otherwise texts; by default from the data."""
+
+    sample_tokens: PositiveInt = 64
+    """Maximum length of a sample in tokens."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +362,7 @@ class SystemConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The complete config of a run. `output_dir` is the only key outside a section."""
+    """The complete config of a run. `output_dir` is the only key outside a section that users set."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -347,6 +375,9 @@ class Config:
 
     output_dir: str = "runs/train"
     """Folder of the run: config.json, metrics.jsonl, checkpoints, logs."""
+
+    preset_batch_keys: tuple[str, ...] = ()
+    """Batch sizes that a preset set: one that does not apply to the data is dropped, where a typed one is an error."""
 
 
 SECTION_HELP = {
@@ -366,9 +397,17 @@ NEW_MODEL_KEYS = (
     "model.tied", "model.rope_theta", "model.init_std", "model.tokenizer",
 )  # fmt: skip
 
+# Defaults with model.path where they differ from those of a new model; docs/training.md says why.
+FINE_TUNING_DEFAULTS = {"optim.learning_rate": 2e-5, "optim.weight_decay": 0.0, "optim.warmup_ratio": 0.03}
+FINE_TUNING_BATCH_SIZE = 32
+# Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
+PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
+
 Purpose = Literal["train", "data"]
 # Rows per device and micro-step if training.batch_size is not set.
 DEFAULT_TEXT_ROWS, DEFAULT_CHAT_ROWS = 8, 4
+# Minutes between two checkpoints if no interval is set.
+DEFAULT_SAVE_MINUTES = 30.0
 PARAMETER_KINDS = ("norm", "bias", "embed", "head", "matrix")
 
 
@@ -404,6 +443,14 @@ def resolve_stages_per_rank(parallel: ParallelConfig) -> int:
     return parallel.stages_per_rank or (2 if parallel.schedule == "interleaved" else 1)
 
 
+def resolve_save_minutes(checkpoint: CheckpointConfig) -> float | None:
+    """The minutes between two checkpoints; None if the clock does not decide."""
+    if checkpoint.every_minutes is not None:
+        return checkpoint.every_minutes or None
+    intervals = (checkpoint.every_steps, checkpoint.every_samples, checkpoint.every_epochs)
+    return DEFAULT_SAVE_MINUTES if intervals == (None, None, None) else None
+
+
 def _new_model_rule(key: str) -> Rule:
     name = key.removeprefix("model.")
     return Rule(
@@ -425,6 +472,10 @@ def _validation_rule(section: str, name: str) -> Rule:
         f"{section}.{name} is set, but there is no validation data",
         "add --data.validation_path FILE.jsonl or --data.validation_split 0.05",
     )
+
+
+def _validates_often(training: TrainingConfig) -> bool:
+    return any((training.validate_every_steps, training.validate_every_epochs, training.validate_every_samples))
 
 
 def _mode_rules(mode: str) -> list[Rule]:
@@ -451,6 +502,15 @@ def _pipeline_rule(name: str, is_set: Callable[[ParallelConfig], bool]) -> Rule:
         lambda c: c.parallel.pp == 1 and is_set(c.parallel),
         f"parallel.{name} is for pipelines, but parallel.pp is 1",
         f"leave out parallel.{name}, or set --parallel.pp",
+    )
+
+
+def _sample_rule(name: str) -> Rule:
+    return Rule(
+        f"observe.{name}",
+        lambda c: c.observe.sample_every_steps is None and getattr(c.observe, name) != getattr(ObserveConfig, name),
+        f"observe.{name} has no effect: observe.sample_every_steps is not set",
+        "add --observe.sample_every_steps 100",
     )
 
 
@@ -488,6 +548,15 @@ RULES = [
         "give one format for all paths, or one per path",
     ),
     Rule(
+        "data.columns",
+        lambda c: any(
+            len(c.data.columns) > 1 and len(c.data.columns) != len(paths)
+            for paths in (c.data.path or (), c.data.validation_path or c.data.columns)
+        ),
+        "data.columns has {c.data.columns}, which is not one mapping per path of data.path and data.validation_path",
+        "give one mapping for all paths, or one per path",
+    ),
+    Rule(
         "data.validation_split",
         lambda c: c.data.validation_path is not None and c.data.validation_split > 0,
         "both data.validation_path and data.validation_split are set",
@@ -495,6 +564,13 @@ RULES = [
     ),
     *(_validation_rule("training", f"validate_every_{unit}") for unit in ("steps", "epochs", "samples")),
     _validation_rule("checkpoint", "save_best"),
+    _validation_rule("training", "patience"),
+    Rule(
+        "training.patience",
+        lambda c: c.training.patience is not None and not _validates_often(c.training),
+        "training.patience counts validations, but the only one is at the end of the run",
+        "add --training.validate_every_steps N, or validate_every_epochs or validate_every_samples",
+    ),
     Rule(
         "data.validation_split",
         lambda c: c.data.validation_split == 1,
@@ -540,6 +616,25 @@ RULES = [
         "parallel.reduce each does not work with pipelines, which reduce gradients once per step",
         "leave out parallel.reduce",
     ),
+    Rule(
+        "optim.warmup_ratio",
+        lambda c: c.optim.warmup_ratio > 0 and c.optim.warmup_steps > 0,
+        "both optim.warmup_steps and optim.warmup_ratio are set",
+        "leave out one of them",
+    ),
+    Rule(
+        "optim.warmup_ratio",
+        lambda c: c.optim.warmup_ratio > 0 and c.training.mode == "infinite",
+        "training.mode infinite has no end, so optim.warmup_ratio is a share of nothing",
+        "use --optim.warmup_steps N",
+    ),
+    Rule(
+        "observe.sample_every_steps",
+        lambda c: c.observe.sample_every_steps is not None and c.parallel.pp > 1,
+        "observe.sample_every_steps does not work with pipelines, whose ranks hold only some of the layers",
+        "leave it out; torchstone generate and torchstone chat read every checkpoint",
+    ),
+    *(_sample_rule(name) for name in ("sample_prompts", "sample_tokens")),
     Rule(
         "optim.decay_steps",
         lambda c: c.optim.decay_steps is not None and c.optim.schedule != "wsd",

@@ -7,7 +7,9 @@ does not depend on the number of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -42,12 +44,30 @@ class BatchSizes:
         ]
 
 
+def drop_preset_sizes(
+    training: TrainingConfig, preset_keys: Sequence[str], shares_rows: bool
+) -> tuple[TrainingConfig, list[str]]:
+    """Removes the sizes of a preset that do not apply to the data; returns their keys too."""
+    wrong_kind = ("batch_size", "grad_accum_steps") if shares_rows else ("max_tokens_per_gpu",)
+    dropped = [name for name in wrong_kind if f"training.{name}" in preset_keys]
+    unset: dict[str, Any] = dict.fromkeys(dropped)
+    return replace(training, **unset), [f"training.{name}" for name in dropped]
+
+
 def resolve_batch_sizes(
-    training: TrainingConfig, shares_rows: bool, context_length: int, default_rows: int, dp: int = 1
+    training: TrainingConfig,
+    shares_rows: bool,
+    context_length: int,
+    default_rows: int,
+    dp: int = 1,
+    default_total: int | None = None,
 ) -> BatchSizes:
-    """Returns the configured sizes and those derived from them. `shares_rows`: several samples share a row."""
+    """Returns the configured sizes and those derived from them. `shares_rows`: several samples share a row.
+
+    `default_total` is the number of samples per step if no size is set; without it, a step is one micro-step.
+    """
     if shares_rows:
-        return _shared_row_batch_sizes(training, context_length, dp)
+        return _shared_row_batch_sizes(training, context_length, dp, default_total)
     rows = training.batch_size
     if training.max_tokens_per_gpu is not None:
         if rows is not None:
@@ -61,6 +81,8 @@ def resolve_batch_sizes(
                 f"data.context_length {context_length}"
             )
     total, accumulation = training.global_batch_size, training.grad_accum_steps
+    if default_total is not None and (total, accumulation, rows) == (None, None, None):
+        total = max(default_total, dp)
     if total is not None and accumulation is not None:
         rows = _check_accumulation(total, accumulation, rows, dp)
     rows = rows or min(-(-(total or 10**9) // dp), default_rows)
@@ -85,7 +107,9 @@ def _check_accumulation(total: int, accumulation: int, rows: int | None, dp: int
     return rows
 
 
-def _shared_row_batch_sizes(training: TrainingConfig, context_length: int, dp: int) -> BatchSizes:
+def _shared_row_batch_sizes(
+    training: TrainingConfig, context_length: int, dp: int, default_total: int | None
+) -> BatchSizes:
     for key in ("batch_size", "grad_accum_steps"):
         if getattr(training, key) is not None:
             raise UsageError(
@@ -99,4 +123,5 @@ def _shared_row_batch_sizes(training: TrainingConfig, context_length: int, dp: i
             f"training.max_tokens_per_gpu {tokens} is less than data.context_length {context_length}",
             "the longest row must fit in a micro-batch",
         )
-    return BatchSizes(training.global_batch_size or 4 * dp, micro_batch_rows=None, micro_batch_tokens=tokens)
+    total = training.global_batch_size or max(default_total or 4 * dp, dp)
+    return BatchSizes(total, micro_batch_rows=None, micro_batch_tokens=tokens)

@@ -17,8 +17,8 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -38,11 +38,13 @@ from torchstone.data.content_hash import content_hash, file_identity
 from torchstone.data.encode import EncodedChunk, Encoder, EncodingConfig, RowCounts, TokenSequence
 from torchstone.data.formats import ROW_FORMATS, RowFormat, detect_format
 from torchstone.data.sources import (
+    NO_COLUMNS,
     BadRow,
     Chunk,
     ReadPosition,
     content_files,
     count_rows,
+    file_type,
     find_files,
     parse_rows,
     read_chunks,
@@ -50,27 +52,40 @@ from torchstone.data.sources import (
     truncate_chunk,
 )
 from torchstone.data.tokenizer_pool import TokenizerPool
-from torchstone.errors import DataError
+from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
 # Increased whenever the same rows would give different tokens, or the layout of the files changes.
 CODE_VERSION = 2
+# Increased if only conversations would: runs on other data can then still be resumed.
+CHAT_VERSION = 1
 JOURNAL_SECONDS = 2.0
 # Below this, starting processes takes longer than tokenizing.
 MIN_POOL_BYTES = 4_000_000
 MAX_DETECTION_ROWS = 1000
 LINES_PER_FILE = 1 << 40
 BAD_ROWS_FILE = "bad-rows.jsonl"
-FILES = ("ids.bin", "labels.bin", "lengths.bin", "loss_tokens.bin", "origins.bin", BAD_ROWS_FILE)
+SKIP_HINT = "--data.on_bad_row skip leaves such rows out and counts them"
+FILES = (
+    "ids.bin", "labels.bin", "lengths.bin", "row_lengths.bin", "loss_tokens.bin", "origins.bin", BAD_ROWS_FILE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One entry of `data.path`: its files, and the format of their rows."""
+    """One entry of `data.path`: its files, the format of their rows, and our names for their columns.
+
+    `notes` say what was left out of a folder.
+    """
 
     name: str
     files: list[Path]
     row_format: RowFormat
+    columns: Mapping[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def read_chunks(self, start: ReadPosition = ReadPosition()) -> Iterator[Chunk]:  # noqa: B008
+        return read_chunks(self.files, start, self.row_format == "lines", self.columns)
 
     @property
     def title(self) -> str:
@@ -101,6 +116,9 @@ class TokenCache:
         self.origins = _memmap(folder / "origins.bin", np.dtype(np.int64))
         self.ids = _memmap(folder / "ids.bin", np.dtype(meta["id_type"]))
         self.labels = _memmap(folder / "labels.bin", np.dtype(np.int32)) if meta["has_labels"] else self.ids
+        # The tokens of every good row before it was cut or dropped; None in a cache of an earlier version.
+        path = folder / "row_lengths.bin"
+        self.row_lengths = _memmap(path, np.dtype(np.uint32)) if path.exists() else None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -142,23 +160,42 @@ class TokenCache:
         return BadRow(Path(row["file"]), row["line"], row["reason"], row["row"], row.get("hint"))
 
 
-def open_source(name: str, row_format: str = "auto", stop_on_bad_row: bool = True) -> DataSource:
+def columns_per_path(columns: Sequence[Mapping[Any, str]], names: Sequence[str]) -> Sequence[Mapping[str, str]]:
+    """The column mapping of each path; `columns` has none, one for all paths, or one per path."""
+    if len(columns) > 1 and len(columns) != len(names):
+        raise UsageError(
+            f"there are {len(columns)} column mappings for {len(names)} paths", "give one for all, or one per path"
+        )
+    return columns if len(columns) > 1 else [*columns, {}][:1] * len(names)
+
+
+def open_source(
+    name: str,
+    row_format: str = "auto",
+    stop_on_bad_row: bool = True,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    cache_dir: Path | None = None,
+) -> DataSource:
     """Returns the files of `name` and their row format, which `auto` detects from the first good row."""
-    files = find_files(name)
+    notes: list[str] = []
+    files = find_files(name, cache_dir, notes.append)
+    if row_format == "lines" and (others := [path for path in files if file_type(path) != ".txt"]):
+        raise UsageError(f"{others[0]}: data.format lines is for .txt files", "use --data.format auto")
     if row_format in ROW_FORMATS:
-        return DataSource(name, files, row_format)
+        return DataSource(name, files, row_format, dict(columns), notes)
     rows_read, first_error = 0, None
-    for chunk in read_chunks(files):
-        for row in parse_rows(chunk):
+    for chunk in read_chunks(files, columns=columns):
+        for row in parse_rows(chunk, columns, used=()):
             rows_read += 1
             try:
                 if isinstance(row, BadRow):
                     raise row
-                return DataSource(name, files, detect_format(row))
+                return DataSource(name, files, detect_format(row, columns), dict(columns), notes)
             except BadRow as error:
                 first_error = first_error or error
                 if stop_on_bad_row or rows_read >= MAX_DETECTION_ROWS:
-                    raise
+                    # The first row shows best what is wrong with all of them.
+                    raise first_error from None
     if first_error is not None:
         raise DataError(f"{name}: no row has a known format", f"the first error: {first_error}")
     raise DataError(f"{name}: the data is empty", "check data.path")
@@ -185,7 +222,7 @@ def open_cache(
         console.info(f"using the token cache of {source.name} in {folder}")
     cache = TokenCache(folder, source)
     if cache.counts.bad_rows and options.stop_on_bad_row:
-        raise cache.first_bad_row()
+        raise cache.first_bad_row().with_hint(SKIP_HINT)
     return cache
 
 
@@ -195,7 +232,7 @@ def _cache_key(source: DataSource, encoding: EncodingConfig, max_rows: int | Non
         "contents": hashes,
         "recipe": encoding.cache_key(),
         "max_rows": max_rows,
-        "code": [CODE_VERSION, version("tokenizers")],
+        "code": [CODE_VERSION, version("tokenizers"), *([] if encoding.template is None else [CHAT_VERSION])],
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
@@ -255,7 +292,9 @@ class _CacheBuilder:
         """Returns to the last journal entry and cuts off what was written after it; False if no entry is valid."""
         journal = read_json_or_empty(self.work / "journal.json")
         sizes = journal.get("sizes", {})
-        if journal.get("key") != self.key or any((self.work / n).stat().st_size < size for n, size in sizes.items()):
+        if journal.get("key") != self.key or sizes.keys() != {*FILES}:
+            return False
+        if any((self.work / n).stat().st_size < size for n, size in sizes.items()):
             return False
         for name, size in sizes.items():
             os.truncate(self.work / name, size)
@@ -273,7 +312,7 @@ class _CacheBuilder:
                     if encoded.bad_rows and self.options.stop_on_bad_row:
                         self._write_journal(files)
                         line, reason, hint, raw = encoded.bad_rows[0]
-                        raise BadRow(chunk.path, line, reason, raw, hint)
+                        raise BadRow(chunk.path, line, reason, raw, hint).with_hint(SKIP_HINT)
                     self._write_chunk(chunk, encoded, files)
                     self.position = chunk.end
                     progress(int(file_starts[chunk.end.file]) + chunk.bytes_done, f"{self.counts.rows:,} rows")
@@ -285,7 +324,7 @@ class _CacheBuilder:
                 file.close()
 
     def _encode_chunks(self) -> Iterator[tuple[Chunk, EncodedChunk]]:
-        chunks = self._limit_rows(read_chunks(self.source.files, self.position))
+        chunks = self._limit_rows(self.source.read_chunks(self.position))
         bytes_left = sum(map(size_on_disk, self.source.files[self.position.file :]))
         # The time limit of a template needs a main thread, which every process of a pool has.
         is_main_thread = threading.current_thread() is threading.main_thread()
@@ -318,6 +357,7 @@ class _CacheBuilder:
             "ids.bin": encoded.ids,
             "labels.bin": encoded.labels,
             "lengths.bin": encoded.lengths.astype(np.uint32),
+            "row_lengths.bin": encoded.row_lengths.astype(np.uint32),
             "loss_tokens.bin": encoded.loss_tokens.astype(np.uint32),
             "origins.bin": encoded.lines + chunk.end.file * LINES_PER_FILE,
         }

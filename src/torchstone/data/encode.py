@@ -8,6 +8,7 @@ and hundreds of megabytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,24 +17,33 @@ import numpy as np
 
 from torchstone.data.formats import (
     IGNORE_INDEX,
+    ROLES,
     TEXT_FORMATS,
     Conversation,
+    Message,
     PromptCompletion,
     RowFormat,
     check_encodable,
     read_conversation,
+    read_flags,
     read_prompt,
     read_text,
     read_tokens,
     select_train_messages,
+    used_keys,
 )
-from torchstone.data.sources import BadRow, Chunk, Row, parse_rows
+from torchstone.data.sources import BadRow, Chunk, Row, parse_rows, read_row
 from torchstone.data.template import ChatTemplate, NotPrefixStableError, RenderedConversation
 from torchstone.data.word_encoder import WordEncoder, build_word_encoder
-from torchstone.errors import DataError, UsageError
+from torchstone.errors import DataError, TorchstoneError, UsageError
 
 MAX_EXAMPLES = 5
-TOOL_CALL_KEYS = ("tool_calls", "function_call")
+# What a template may drop, by the keys of a message. Every template renders these roles.
+OPTIONAL_PARTS = {
+    "tool calls": ("tool_calls", "function_call"),
+    "reasoning": ("reasoning_content", "reasoning", "thinking"),
+}
+BASIC_ROLES = {"system", "user", "assistant"}
 
 
 @dataclass
@@ -65,6 +75,7 @@ class EncodingConfig:
     max_length: int | None
     on_long_row: str
     train_on: str = "assistant"
+    columns: dict[str, str] = field(default_factory=dict)
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -78,7 +89,8 @@ class EncodingConfig:
     def cache_key(self) -> dict[str, Any]:
         """The values by their original names, so that the keys of existing caches stay valid."""
         names = {"row_format": "shape", "max_length": "limit"}
-        return {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        values = {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        return values if self.columns else {name: value for name, value in values.items() if name != "columns"}
 
 
 @dataclass
@@ -125,11 +137,15 @@ class BadRowRecord(NamedTuple):
 
 @dataclass
 class EncodedChunk:
-    """The concatenated sequences of a chunk, their lengths, and the lines they came from."""
+    """The concatenated sequences of a chunk, their lengths, and the lines they came from.
+
+    `row_lengths` has the tokens of every good row before it is cut or dropped.
+    """
 
     ids: np.ndarray
     labels: np.ndarray | None
     lengths: np.ndarray
+    row_lengths: np.ndarray
     loss_tokens: np.ndarray
     lines: np.ndarray
     counts: RowCounts
@@ -145,21 +161,25 @@ class Encoder:
         self.counts = RowCounts()
         rows: list[Row] = []
         bad_rows: list[BadRow] = []
-        for row in parse_rows(chunk):
+        for row in parse_rows(chunk, self.config.columns, used_keys(self.config.row_format)):
             if isinstance(row, BadRow):
                 bad_rows.append(row)
             else:
                 rows.append(row)
         self.counts.rows = len(rows) + len(bad_rows)
         sequences: list[tuple[int, TokenSequence]] = []
+        row_lengths: list[int] = []
         for row, encoded in zip(rows, self._encode_rows(rows), strict=True):
             if isinstance(encoded, BadRow):
                 bad_rows.append(encoded)
             else:
+                row_lengths.append(len(encoded.ids))
                 sequences += [(row.line, sequence) for sequence in self._fit_length(row, encoded)]
-        return self._to_chunk(sequences, sorted(bad_rows, key=lambda row: row.line))
+        return self._to_chunk(sequences, row_lengths, sorted(bad_rows, key=lambda row: row.line))
 
-    def _to_chunk(self, sequences: list[tuple[int, TokenSequence]], bad_rows: list[BadRow]) -> EncodedChunk:
+    def _to_chunk(
+        self, sequences: list[tuple[int, TokenSequence]], row_lengths: list[int], bad_rows: list[BadRow]
+    ) -> EncodedChunk:
         empty: np.ndarray = np.zeros(0, dtype=np.int64)
         ids = np.concatenate([empty, *(s.ids for _, s in sequences)]).astype(self.config.id_dtype)
         labels = None
@@ -173,6 +193,7 @@ class Encoder:
             ids,
             labels,
             np.array([len(s.ids) for _, s in sequences], dtype=np.int64),
+            np.array(row_lengths, dtype=np.int64),
             loss_tokens,
             np.array([line for line, _ in sequences], dtype=np.int64),
             self.counts,
@@ -195,16 +216,41 @@ class Encoder:
     ) -> list[TokenSequence | BadRow]:
         """Applies `read` to each row and `encode` to all that it could read. Errors take the place of their rows."""
         results: list[Any] = []
-        for row in rows:
-            try:
-                results.append(read(row))
-            except BadRow as error:
-                results.append(error)
+        with nullcontext() if self.config.template is None else self.template.limits.batch():
+            for row in rows:
+                try:
+                    results.append(read_row(row, read))
+                except BadRow as error:
+                    results.append(_without_frames(error))
         readable = [index for index, value in enumerate(results) if not isinstance(value, BadRow)]
-        sequences = encode([rows[i] for i in readable], [results[i] for i in readable])
+        sequences = self._encode_readable([rows[i] for i in readable], [results[i] for i in readable], encode)
         for index, sequence in zip(readable, sequences, strict=True):
             results[index] = sequence
         return results
+
+    def _encode_readable(
+        self,
+        rows: list[Row],
+        values: list[Any],
+        encode: Callable[[list[Row], list[Any]], Iterable[TokenSequence | BadRow]],
+    ) -> list[TokenSequence | BadRow]:
+        """Encodes all rows at once and, if that fails, one by one: an exception does not say which row it is about."""
+        straddling_tokens = self.counts.straddling_tokens
+        try:
+            return list(encode(rows, values))
+        except (TorchstoneError, MemoryError):
+            raise
+        except BaseException as error:
+            if not _is_row_error(error):
+                raise
+            if len(rows) == 1:
+                return [_without_frames(rows[0].error(f"cannot be tokenized: {type(error).__name__}: {error}"))]
+        self.counts.straddling_tokens = straddling_tokens
+        return [
+            result
+            for row, value in zip(rows, values, strict=True)
+            for result in self._encode_readable([row], [value], encode)
+        ]
 
     def _encode_texts(self, rows: list[Row], texts: list[str]) -> Iterable[TokenSequence]:
         eos_id = self.config.eos_id
@@ -213,9 +259,13 @@ class Encoder:
         by_word = self._encode_by_word(texts)
         remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
         encodings = iter(self.tokenizer.encode_batch_fast(remaining, add_special_tokens=False))
-        for word_ids in by_word:
-            ids = prefix + (next(encodings).ids if word_ids is None else word_ids) + suffix
-            array = np.array(ids if ids[-1:] == [eos_id] else [*ids, eos_id], dtype=np.int64)
+        for row, word_ids in zip(rows, by_word, strict=True):
+            ids = next(encodings).ids if word_ids is None else word_ids
+            # A piece of a large text file has no special tokens where the text goes on.
+            ids = (prefix if row.starts_text else []) + ids + (suffix if row.ends_text else [])
+            if row.ends_text and ids[-1:] != [eos_id]:
+                ids.append(eos_id)
+            array = np.array(ids, dtype=np.int64)
             yield TokenSequence(array, array)
 
     def _encode_tokens(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence]:
@@ -226,10 +276,11 @@ class Encoder:
         value = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
         if isinstance(value, PromptCompletion):
             return value
+        self._check_roles(row, value)
         try:
             rendered = self._render(row, value)
             check_encodable(row, rendered.text)
-            self._check_tools(row, value, rendered.text)
+            self._check_complete(row, value, rendered.text)
             return rendered
         except NotPrefixStableError as error:
             raise row.error(error.message, self._describe_difference(error)) from None
@@ -241,23 +292,44 @@ class Encoder:
     def _render(self, row: Row, conversation: Conversation) -> RenderedConversation:
         messages, tools = conversation.messages, conversation.tools
         if self.config.train_on == "all" or conversation.unmask:
-            return self.template.render_train_on_all(messages, tools, except_system=conversation.unmask)
+            masked = [index for index, flag in read_flags(row, messages).items() if not flag]
+            return self.template.render_train_on_all(messages, tools, conversation.unmask, masked)
         trained = select_train_messages(row, conversation, self.config.train_on)
         return self.template.render_conversation(messages, trained, tools)
 
-    def _check_tools(self, row: Row, conversation: Conversation, text: str) -> None:
-        """Raises if the template drops the tools silently: then the text is the same without them."""
+    def _check_roles(self, row: Row, conversation: Conversation) -> None:
+        """Raises for a role that nothing says is one: a template may drop it, or write whatever name it is given."""
+        for index, message in enumerate(conversation.messages):
+            role = message["role"]
+            if role not in ROLES and role not in self.template.quoted_words and role not in self._train_on_roles:
+                raise row.error(
+                    f"message {index} has the unknown role {role!r}",
+                    f"known roles are {', '.join(ROLES)}, and those that the chat template or data.train_on names",
+                )
+
+    def _check_complete(self, row: Row, conversation: Conversation, text: str) -> None:
+        """Raises if the template drops a part of the conversation: then the text is the same without it."""
         messages, tools = conversation.messages, conversation.tools
-        plain = [{key: value for key, value in m.items() if key not in TOOL_CALL_KEYS} for m in messages]
-        for name, is_present, render_without in (
-            ("tools", tools is not None, lambda: self.template.render_text(messages, None)),
-            ("tool calls", plain != messages, lambda: self.template.render_text(plain, tools)),
-        ):
-            if is_present and render_without() == text:
+        variants: list[tuple[str, list[Message], list[Any] | None]] = []
+        if tools is not None:
+            variants.append(("tools", messages, None))
+        for name, keys in OPTIONAL_PARTS.items():
+            if any(message.get(key) for message in messages for key in keys):
+                variants.append((name, [{k: v for k, v in m.items() if k not in keys} for m in messages], tools))
+        for role in {message["role"] for message in messages if message["content"]} - BASIC_ROLES:
+            variants.append((f"{role} messages", [m for m in messages if m["role"] != role], tools))
+        for name, without, tools_left in variants:
+            if self._is_same_text(text, without, tools_left):
                 raise row.error(
                     f"the chat template drops the {name} of this row",
                     "use a template that renders them, such as --data.chat_template chatml",
                 )
+
+    def _is_same_text(self, text: str, messages: list[Message], tools: list[Any] | None) -> bool:
+        try:
+            return self.template.render_text(messages, tools) == text
+        except DataError:
+            return False
 
     def _encode_rendered(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence | BadRow]:
         """A rendered conversation already has its special tokens; a prompt with completion gets the tokenizer's own."""
@@ -367,6 +439,10 @@ class Encoder:
         return ChatTemplate(self.config.template, self.config.special_tokens)
 
     @cached_property
+    def _train_on_roles(self) -> set[str]:
+        return {role.strip() for role in self.config.train_on.split(",")}
+
+    @cached_property
     def _special_affixes(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer itself puts before and after a text."""
         from tokenizers import Tokenizer
@@ -376,6 +452,17 @@ class Encoder:
         special = tokenizer.encode("a", add_special_tokens=True).ids
         start = next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)
         return special[:start], special[start + len(plain) :]
+
+
+def _is_row_error(error: BaseException) -> bool:
+    """Whether an exception may be about a row: a panic in Rust code is not an Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _without_frames(error: BadRow) -> BadRow:
+    """The error without the values of the functions that raised it, which may be large."""
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 def _describe_token(encoding: Any, text: str, index: int) -> str:

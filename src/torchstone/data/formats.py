@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torchstone.data.sources import Row
+from torchstone.data.sources import NO_COLUMNS, Row, unique_keys
 from torchstone.errors import UsageError
 
 IGNORE_INDEX = -100
-RowFormat = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document"]
+RowFormat = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document", "lines"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 Message = dict[str, Any]
 
@@ -29,14 +30,27 @@ FORMAT_KEYS: dict[RowFormat, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
     "document": ("document",),
+    # Every line of a text file; detection never gets here.
+    "lines": ("text",),
 }
-TEXT_FORMATS: tuple[RowFormat, ...] = ("text", "document")
+CONVERSATION_KEYS = ("system", "tools", "unmask")
+OPTIONAL_KEYS: dict[RowFormat, tuple[str, ...]] = {
+    "tokens": ("labels", "len"),
+    "messages": CONVERSATION_KEYS,
+    "sharegpt": CONVERSATION_KEYS,
+    "prompt": CONVERSATION_KEYS,
+    "alpaca": (*CONVERSATION_KEYS, "input", "history"),
+}
+TEXT_FORMATS: tuple[RowFormat, ...] = ("text", "document", "lines")
 CHAT_FORMATS: tuple[RowFormat, ...] = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "tool_response": "tool", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
+# The value of such a turn is a call, or a list of calls, as JSON.
+SHAREGPT_CALLS = ("function_call", "tool_call")
 
 
 @dataclass(frozen=True)
@@ -58,15 +72,53 @@ class Conversation:
     train_from: int = 0
 
 
-def detect_format(row: Row) -> RowFormat:
+# Names that other datasets give to the columns of a row format; `suggest_columns` knows them.
+MESSAGES_NAMES = {"conversation", "chat", "dialog", "dialogue", "dialogs", "turns"}
+PROMPT_NAMES = {"question", "query", "problem", "prompt", "instruction", "input", "user", "source", "context"}
+COMPLETION_NAMES = {"answer", "response", "solution", "completion", "output", "assistant", "target", "reply"}
+TEXT_NAMES = {"content", "contents", "body", "article", "story", "passage", "raw_content", "code"}
+
+
+def detect_format(row: Row, columns: Mapping[str, str] = NO_COLUMNS) -> RowFormat:
+    """The first format whose keys the row has. If columns are mapped, the format has at least one of them."""
     for row_format, keys in FORMAT_KEYS.items():
-        if all(key in row.value for key in keys):
+        if all(key in row.value for key in keys) and (not columns or columns.keys() & {*keys}):
             return row_format
-    formats = ", or ".join(" and ".join(keys) for keys in FORMAT_KEYS.values())
+    formats = ", or ".join(dict.fromkeys(" and ".join(keys) for keys in FORMAT_KEYS.values()))
     raise row.error(
         f"unknown row format: its keys are {', '.join(row.value) or 'none'}",
-        f"a row has {formats}; --data.format sets the format",
+        f"{suggest_columns(row.value)}\n  a row has {formats}; --data.format sets the format",
     )
+
+
+def suggest_columns(value: dict[str, Any]) -> str:
+    """The --data.columns that a row with these keys may need, from their names and the types of their values."""
+
+    def find(names: set[str], type_: type) -> str | None:
+        return next((key for key in value if key.lower() in names and isinstance(value[key], type_)), None)
+
+    strings = [key for key, inner in value.items() if isinstance(inner, str)]
+    for key, inner in value.items():
+        first = inner[0] if isinstance(inner, list) and inner else None
+        if isinstance(first, dict) and ("role" in first or "from" in first):
+            return f"use --data.columns {'messages' if 'role' in first else 'conversations'}={key}"
+    if name := find(MESSAGES_NAMES, object):
+        return f"use --data.columns messages={name}"
+    question, answer = find(PROMPT_NAMES, str), find(COMPLETION_NAMES, str)
+    if question is None and answer is None and len(strings) == 2 and not find(TEXT_NAMES, str):
+        question, answer = strings
+    if question and answer:
+        return (
+            f"use --data.columns prompt={question},completion={answer}, or instruction={question},output={answer} to "
+            "put them into the chat template"
+        )
+    name = find(TEXT_NAMES, str) or (strings[0] if len(strings) == 1 else "NAME")
+    return f"use --data.columns text={name}" + (" with the name of the column to train on" if name == "NAME" else "")
+
+
+def used_keys(row_format: RowFormat) -> tuple[str, ...]:
+    """The keys of a row that its format reads."""
+    return (*FORMAT_KEYS[row_format], *OPTIONAL_KEYS.get(row_format, ()))
 
 
 def read_text(row: Row, row_format: RowFormat) -> str:
@@ -125,29 +177,41 @@ def read_tokens(row: Row, vocab_size: int) -> tuple[list[int], list[int]]:
 
 
 def select_train_messages(row: Row, conversation: Conversation, train_on: str) -> list[int]:
-    """The indices of the messages to train on: by role, the last answer, or by each message's `train` or `weight`."""
+    """The indices of the messages to train on: by role or the last answer, unless a message's own flag says more.
+
+    `weight` is such a flag, and with `flag` also `train`.
+    """
     messages = conversation.messages
     roles = ("assistant",) if train_on in ("last", "flag") else tuple(role.strip() for role in train_on.split(","))
     indices = [index for index, message in enumerate(messages) if message["role"] in roles]
     if train_on == "last":
         indices = indices[-1:]
-    if train_on == "flag":
-        flags = {
-            index: flag
-            for index, message in enumerate(messages)
-            if (flag := _read_flag(row, index, message)) is not None
-        }
+    indices = [index for index in indices if index >= conversation.train_from]
+    flags = read_flags(row, messages, ("train", "weight") if train_on == "flag" else ("weight",))
+    if flags:
         turned_on, turned_off = {i for i, flag in flags.items() if flag}, {i for i, flag in flags.items() if not flag}
         indices = sorted({*indices, *turned_on} - turned_off)
-    indices = [index for index in indices if index >= conversation.train_from]
     for index in indices:
         values = [value for key, value in messages[index].items() if key not in ("role", "train", "weight", "name")]
         if not any(value.strip() if isinstance(value, str) else value for value in values):
             raise row.error(f"message {index} ({messages[index]['role']}) is empty: only its end would be trained on")
     if not indices:
-        reason = "no message is flagged for training" if train_on == "flag" else f"no {' or '.join(roles)} message"
+        has_flags = train_on == "flag" or flags
+        reason = "no message is flagged for training" if has_flags else f"no {' or '.join(roles)} message"
         raise row.error(f"{reason}: nothing in this row would be trained on")
     return indices
+
+
+def read_flags(row: Row, messages: list[Message], names: tuple[str, ...] = ("weight",)) -> dict[int, bool]:
+    """The messages that say themselves whether they are trained on, under the first of the names that they have."""
+    flags = {}
+    for index, message in enumerate(messages):
+        name = next((name for name in names if message.get(name) is not None), None)
+        if name is not None:
+            if message[name] not in (0, 1):
+                raise row.error(f"message {index}: {name} must be 0 or 1 (or true or false), not {message[name]!r}")
+            flags[index] = bool(message[name])
+    return flags
 
 
 def check_train_on(train_on: str) -> None:
@@ -185,13 +249,6 @@ def _similar(name: str, known: tuple[str, ...]) -> list[str]:
     return difflib.get_close_matches(name, known, n=1, cutoff=0.75)
 
 
-def _read_flag(row: Row, index: int, message: Message) -> bool | None:
-    flag = message.get("train", message.get("weight"))
-    if flag is not None and flag not in (0, 1):
-        raise row.error(f"message {index}: train must be true or false (weight 0 or 1), not {flag!r}")
-    return None if flag is None else bool(flag)
-
-
 def _read_messages(row: Row, values: Any) -> Conversation:
     if not isinstance(values, list) or not values:
         raise row.error("messages is empty or not a list")
@@ -225,9 +282,11 @@ def _read_message(row: Row, index: int, message: Any) -> Message:
     if isinstance(content, list):
         content = _join_parts(row, index, content)
         message = {**message, "content": content}
-    if content is None and (message.get("tool_calls") or message.get("function_call")):
-        # A template would write null as the word None.
-        return {**message, "content": ""}
+    if message.get("tool_calls") or message.get("function_call"):
+        message = _parse_calls(row, index, message)
+        if content is None:
+            # A template would write null as the word None.
+            return {**message, "content": ""}
     if not isinstance(content, str):
         raise row.error(f"message {index} ({role}) has no text content")
     check_encodable(row, content)
@@ -242,13 +301,42 @@ def _join_parts(row: Row, index: int, parts: list[Any]) -> str:
     return "".join(part["text"] for part in parts)
 
 
+def _parse_calls(row: Row, index: int, message: Message) -> Message:
+    """Parses arguments that are JSON strings, as in OpenAI's API. Templates would quote them a second time."""
+
+    def parse_arguments(function: Any) -> Any:
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            return function
+        name = f"message {index}: the arguments of a call"
+        arguments = _parse_json(row, name, function["arguments"] or "{}")
+        if not isinstance(arguments, dict):
+            raise row.error(f"{name} are not an object")
+        return {**function, "arguments": arguments}
+
+    def parse_call(call: Any) -> Any:
+        call = parse_arguments(call)
+        return {**call, "function": parse_arguments(call["function"])} if "function" in call else call
+
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise row.error(f"message {index}: tool_calls is not a list of objects")
+    parsed = {"tool_calls": [parse_call(call) for call in calls]} if calls else {}
+    if message.get("function_call"):
+        parsed["function_call"] = parse_arguments(message["function_call"])
+    return {**message, **parsed}
+
+
+def _parse_json(row: Row, name: str, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise row.error(f"{name} is a string that is not JSON: {error}") from None
+
+
 def _read_tools(row: Row) -> list[Any] | None:
     tools = row.value.get("tools")
     if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise row.error(f"tools is a string that is not JSON: {error}") from None
+        tools = _parse_json(row, "tools", tools)
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -272,8 +360,20 @@ def _sharegpt_messages(row: Row) -> list[Message]:
                 f"use one of {', '.join(SHAREGPT_ROLES)}, or a message with role and content",
             )
         others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": turn.get("value"), **others})
+        if speaker in SHAREGPT_CALLS:
+            content: Message = {"content": None, "tool_calls": _sharegpt_calls(row, index, turn.get("value"))}
+        else:
+            content = {"content": turn.get("value")}
+        messages.append({"role": SHAREGPT_ROLES[speaker], **content, **others})
     return messages
+
+
+def _sharegpt_calls(row: Row, index: int, value: Any) -> list[Any]:
+    calls = _parse_json(row, f"turn {index}", value) if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or any(not isinstance(call, dict) or "name" not in call or "arguments" not in call for call in calls):
+        raise row.error(f"turn {index} is a call without name and arguments")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _alpaca_messages(row: Row) -> list[Message]:

@@ -27,6 +27,8 @@ MAX_BAD_ROWS_SHOWN = 3
 MAX_BINS = 12
 # The histogram has a linear scale unless the maximum is this many times the median.
 LOG_SCALE_RATIO = 20
+# The smallest choice in the table of context lengths.
+MIN_CHOICE = 512
 # What a decoder writes for bytes that are not a complete character.
 REPLACEMENT = "\ufffd"
 # No character of valid text has more tokens than this; random ids may never complete one.
@@ -66,7 +68,7 @@ def print_report(report: dict[str, Any], write: Callable[[str], Any], use_color:
             counts = f"{_plural(example['tokens'], 'token')}, {example['trained']:,} trained"
             write(f"example {number}, {escape(example['origin'])}: {counts}\n")
             write(_marked_text(example["runs"], use_color) + "\n")
-        for line in _summary(source):
+        for line in _summary(source, report["context_length"]):
             write(f"{line}\n")
         write("\n")
     if len(report["sources"]) > 1:
@@ -77,7 +79,7 @@ def print_report(report: dict[str, Any], write: Callable[[str], Any], use_color:
 
 def html_page(report: dict[str, Any]) -> str:
     """A self-contained page: no scripts, no other files, nothing from the network."""
-    sources = "".join(map(_html_source, report["sources"]))
+    sources = "".join(_html_source(source, report["context_length"]) for source in report["sources"])
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -101,14 +103,20 @@ def _source_report(
     bad_rows = _first_bad_rows(cache)
     count = min(rows, len(cache))
     indices = [number * (len(cache) - 1) // max(1, count - 1) for number in range(count)]
-    lengths: np.ndarray = np.asarray(cache.lengths)
+    # A cache of an earlier version has only the lengths of what was kept.
+    lengths: np.ndarray = np.sort(cache.lengths if cache.row_lengths is None else cache.row_lengths).astype(np.int64)
     return {
         "name": cache.source.name,
         "shape": cache.row_format,
         "files": len(cache.source.files),
         **_figures(cache.counts),
+        "refused": f"none of its {cache.counts.rows:,} rows has a loss token"
+        if not cache.counts.trained_tokens
+        else None,
         "lengths": _length_statistics(lengths),
-        "histogram": _histogram(lengths),
+        "lengths_note": _lengths_note(cache),
+        "histogram": _histogram(lengths, context_length),
+        "context_lengths": _context_length_table(lengths, context_length),
         "dropped": _dropped(cache, context_length, bad_rows),
         "notes": _notes(cache.counts, context_length),
         "first_bad_rows": bad_rows,
@@ -130,8 +138,8 @@ def _length_statistics(lengths: np.ndarray) -> dict[str, float]:
     return {"min": low, "mean": float(lengths.mean()), "median": median, "p90": p90, "p99": p99, "max": high}
 
 
-def _histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """The number of sequences with a length from `low` to `high`, both included."""
+def _histogram(lengths: np.ndarray, context_length: int) -> list[dict[str, int]]:
+    """The number of rows with a length from `low` to `high`, both included. A bin ends at the context length."""
     if not len(lengths):
         return []
     longest = int(lengths.max())
@@ -144,12 +152,37 @@ def _histogram(lengths: np.ndarray) -> list[dict[str, int]]:
         edges = [0, next(above)]
         while edges[-1] < longest:
             edges.append(next(above))
+    if context_length < longest:
+        edges = sorted({*edges, context_length})
     # Bins include their upper edge: 1 to 100, 101 to 200.
     counts, _ = np.histogram(lengths, bins=np.array(edges) + 0.5)
     return [
         {"low": low + 1, "high": high, "count": int(count)}
         for (low, high), count in zip(pairwise(edges), counts, strict=True)
     ]
+
+
+def _context_length_table(lengths: np.ndarray, context_length: int) -> list[dict[str, Any]]:
+    """What other context lengths would lose: the rows that are longer, and their tokens if they are dropped or cut.
+
+    `lengths` are sorted. The choices are the powers of two from 512 to the first that keeps everything.
+    """
+    if not len(lengths):
+        return []
+    choices = [MIN_CHOICE]
+    while choices[-1] < lengths[-1]:
+        choices.append(2 * choices[-1])
+    total, tokens_before = int(lengths.sum()), np.concatenate(([0], np.cumsum(lengths)))
+    table = []
+    for choice in sorted({*choices, context_length}):
+        kept = int(np.searchsorted(lengths, choice, side="right"))
+        rows, dropped = len(lengths) - kept, total - int(tokens_before[kept])
+        truncated = dropped - rows * choice
+        shares = {"rows_share": rows / len(lengths), "dropped_share": dropped / total, "cut_share": truncated / total}
+        table.append(
+            {"context_length": choice, "rows": rows, "dropped_tokens": dropped, "cut_tokens": truncated} | shares
+        )
+    return table
 
 
 def _round_numbers() -> Iterator[int]:
@@ -192,14 +225,20 @@ def _dropped(cache: TokenCache, context_length: int, bad_rows: list[dict[str, An
     )
 
 
+def _lengths_note(cache: TokenCache) -> str | None:
+    counts = cache.counts
+    cut = counts.dropped_long + counts.dropped_untrained + counts.truncated_long + counts.split_long
+    if cache.row_lengths is not None or not cut:
+        return None
+    return (
+        f"the full lengths of {cut:,} long rows are unknown: an earlier version built {cache.folder}; remove it "
+        "to count them"
+    )
+
+
 def _notes(counts: RowCounts, context_length: int) -> list[dict[str, Any]]:
     """What is kept, but may be unintended."""
     return _nonzero(
-        (
-            0 if counts.trained_tokens else counts.rows,
-            "rows without a loss token: a run refuses this source",
-            [],
-        ),
         (
             counts.truncated_long,
             f"rows cut to data.context_length {context_length}, which loses {counts.cropped_tokens} tokens",
@@ -314,11 +353,16 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def _summary(source: dict[str, Any]) -> Iterator[str]:
+def _summary(source: dict[str, Any], context_length: int) -> Iterator[str]:
     yield from _table(_count_table(source))
     if source["lengths"]:
-        yield f"length in tokens: {_describe_lengths(source['lengths'])}"
-    yield from _bars(source["histogram"])
+        yield f"length of the rows in tokens: {_describe_lengths(source['lengths'])}"
+    if source["lengths_note"]:
+        yield escape(source["lengths_note"])
+    yield from _bars(source["histogram"], context_length)
+    yield from _loss_lines(source["context_lengths"], context_length)
+    if source["refused"]:
+        yield f"a run refuses this source: {source['refused']}"
     for title, entries in (("dropped", source["dropped"]), ("kept", source["notes"])):
         for entry in entries:
             yield f"{title} {entry['count']:,}: {escape(entry['why'])}"
@@ -358,7 +402,7 @@ def _describe_lengths(lengths: dict[str, float]) -> str:
     )
 
 
-def _bars(histogram: list[dict[str, int]]) -> list[str]:
+def _bars(histogram: list[dict[str, int]], context_length: int) -> list[str]:
     if not histogram:
         return []
     largest = max(entry["count"] for entry in histogram)
@@ -366,10 +410,41 @@ def _bars(histogram: list[dict[str, int]]) -> list[str]:
     span_width, count_width = max(map(len, spans)), len(f"{largest:,}")
     lines = []
     for span, entry in zip(spans, histogram, strict=True):
+        if entry["low"] == context_length + 1:
+            lines.append(f"  ── data.context_length {context_length:,}: the rows below are longer ──")
         # A bin that is not empty has at least a thin bar.
         bar = "█" * round(BAR_WIDTH * entry["count"] / largest) or ("▏" if entry["count"] else "")
         lines.append(f"  {span:>{span_width}}  {entry['count']:>{count_width},}  {bar}".rstrip())
     return lines
+
+
+LOSS_TITLES = ("context_length", "longer rows", "tokens lost if dropped", "if truncated")
+
+
+def _loss_rows(table: list[dict[str, Any]], context_length: int) -> list[tuple[str, ...]]:
+    """The table of context lengths as text; empty if every choice keeps everything."""
+    if not table or not table[0]["rows"]:
+        return []
+    return [
+        (
+            f"{entry['context_length']:,}" + (" (now)" if entry["context_length"] == context_length else ""),
+            f"{entry['rows']:,} ({100 * entry['rows_share']:.1f} %)",
+            f"{entry['dropped_tokens']:,} ({100 * entry['dropped_share']:.1f} %)",
+            f"{entry['cut_tokens']:,} ({100 * entry['cut_share']:.1f} %)",
+        )
+        for entry in table
+    ]
+
+
+def _loss_lines(table: list[dict[str, Any]], context_length: int) -> list[str]:
+    rows = _loss_rows(table, context_length)
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(LOSS_TITLES, *rows, strict=True)]
+    return [
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in [LOSS_TITLES, *rows]
+    ]
 
 
 STYLE = """
@@ -396,12 +471,18 @@ def _html_total(report: dict[str, Any]) -> str:
     return f"<h2>All {len(report['sources'])} sources</h2>\n{_html_table(_count_table(report['total']))}"
 
 
-def _html_source(source: dict[str, Any]) -> str:
-    lengths = f"<p>Length in tokens: {_describe_lengths(source['lengths'])}</p>\n" if source["lengths"] else ""
+def _html_source(source: dict[str, Any], context_length: int) -> str:
+    lengths = (
+        f"<p>Length of the rows in tokens: {_describe_lengths(source['lengths'])}</p>\n" if source["lengths"] else ""
+    )
+    lengths += f"<p>{_html_escape(source['lengths_note'])}</p>\n" if source["lengths_note"] else ""
+    refused = f"<p><b>A run refuses this source:</b> {source['refused']}</p>\n" if source["refused"] else ""
+    losses = _loss_rows(source["context_lengths"], context_length)
     return (
         f"<h2>{_html_escape(source['name'])}</h2>\n"
         f"<p>{_html_escape(source['shape'])}, {_plural(source['files'], 'file')}</p>\n"
-        f"{_html_table(_count_table(source))}{lengths}{_html_bars(source['histogram'])}"
+        f"{_html_table(_count_table(source))}{lengths}{_html_bars(source['histogram'], context_length)}"
+        f"{_html_rows([LOSS_TITLES, *losses]) if losses else ''}{refused}"
         f"{_html_reasons('Dropped', source['dropped'])}{_html_reasons('Kept', source['notes'])}"
         + "".join(map(_html_example, source["examples"]))
     )
@@ -412,12 +493,19 @@ def _html_table(rows: list[tuple[str, str]]) -> str:
     return f"<table>\n{cells}</table>\n"
 
 
-def _html_bars(histogram: list[dict[str, int]]) -> str:
+def _html_rows(rows: list[tuple[str, ...]]) -> str:
+    cells = ("".join(f'<td class="number">{cell}</td>' for cell in row) for row in rows)
+    return "<table>\n" + "".join(f"<tr>{row}</tr>\n" for row in cells) + "</table>\n"
+
+
+def _html_bars(histogram: list[dict[str, int]], context_length: int) -> str:
     largest = max((entry["count"] for entry in histogram), default=1)
     rows = ""
     for entry in histogram:
         width = 100 * entry["count"] / largest
         bar = f'<div class="bar" style="width:{width:.2f}%"></div>' if entry["count"] else ""
+        if entry["low"] == context_length + 1:
+            rows += f'<tr><td></td><td></td><td class="cut">data.context_length {context_length:,}</td></tr>\n'
         rows += (
             f'<tr><td class="number">{entry["low"]:,}-{entry["high"]:,}</td><td class="number">{entry["count"]:,}</td>'
             f'<td class="wide">{bar}</td></tr>\n'

@@ -1,6 +1,8 @@
 """Streams the elements of a JSON array as the lines of a JSONL file.
 
-The elements are found by parsing them, so they are parsed twice. A syntax error cannot be skipped: it ends the file.
+The elements are found by parsing them, so they are parsed twice. A syntax error cannot be skipped: it ends the file. An
+element that is JSON, but that Python cannot parse (nested too deeply, a number of thousands of digits), is found by its
+brackets; it becomes a bad row when its line is parsed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ BLOCK_BYTES = 1 << 20
 # What does not parse within this many characters is a syntax error.
 MAX_ELEMENT = 1 << 28
 NOT_SPACE = re.compile(r"[^ \t\r\n]")
+# A string (or the beginning of one), a bracket, or the comma after an element without brackets.
+STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?$)|[\[\]{},]', re.DOTALL)
 
 
 def starts_with_array(beginning: bytes) -> bool:
@@ -47,8 +51,8 @@ class _Text:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self.buffer, self.at = "", 0
 
-    def read_more(self) -> bool:
-        block = self._stream.read(BLOCK_BYTES)
+    def read_more(self, size: int | None = None) -> bool:
+        block = self._stream.read(size or BLOCK_BYTES)
         self.buffer, self.at = self.buffer[self.at :] + self._decoder.decode(block, final=not block), 0
         return bool(block)
 
@@ -78,16 +82,33 @@ class _Text:
         while True:
             try:
                 _, end = decoder.raw_decode(self.buffer, self.at)
-            except ValueError:
-                # Try again with twice as much, not after every block: an element may be large.
-                size = len(self.buffer) - self.at
-                if size > MAX_ELEMENT or not self.read_more():
-                    raise
-                while len(self.buffer) < 2 * size and self.read_more():
+            except (ValueError, RecursionError) as error:
+                end = 0 if isinstance(error, json.JSONDecodeError) else self._end_by_brackets()
+                if not end:
+                    self._read_more_of_element(error)
                     continue
-                continue
             size = end - self.at
             # An element at the end of the buffer may continue, as a number can.
             if end < len(self.buffer) or not self.read_more():
                 self.at += size
                 return self.buffer[self.at - size : self.at]
+
+    def _read_more_of_element(self, error: Exception) -> None:
+        """Reads as much again, not only a block: an element may be large. Raises ValueError if there is no more."""
+        size = len(self.buffer) - self.at
+        if size > MAX_ELEMENT:
+            raise ValueError(f"{error} (an element has at most {MAX_ELEMENT >> 20} Mi characters)") from None
+        if not self.read_more(max(BLOCK_BYTES, size)):
+            raise ValueError(str(error)) from None
+
+    def _end_by_brackets(self) -> int:
+        """Where the element ends; 0 if that is not in the buffer."""
+        depth = 0
+        for match in STRUCTURE.finditer(self.buffer, self.at):
+            token = match[0]
+            depth += (token in "[{") - (token in "]}")
+            if depth == 0 and token in "]}":
+                return match.end()
+            if depth < 0 or (depth == 0 and token == ","):
+                return match.start()
+        return 0

@@ -16,9 +16,23 @@ from pathlib import Path
 
 import numpy as np
 
-from torchstone.config.schema import DEFAULT_CHAT_ROWS, DEFAULT_TEXT_ROWS, Config, DataConfig
-from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
-from torchstone.data.cache import CacheOptions, DataSource, TokenCache, open_cache, open_source
+from torchstone.config.schema import (
+    DEFAULT_CHAT_ROWS,
+    DEFAULT_TEXT_ROWS,
+    FINE_TUNING_BATCH_SIZE,
+    Config,
+    DataConfig,
+)
+from torchstone.data.batch_sizes import BatchSizes, drop_preset_sizes, resolve_batch_sizes
+from torchstone.data.cache import (
+    SKIP_HINT,
+    CacheOptions,
+    DataSource,
+    TokenCache,
+    columns_per_path,
+    open_cache,
+    open_source,
+)
 from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, MicroBatch, collate
 from torchstone.data.encode import RowCounts
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS, RowFormat, check_train_on
@@ -31,6 +45,7 @@ from torchstone.data.samples import (
     concat_samples,
     split_validation,
 )
+from torchstone.data.sources import BadRow
 from torchstone.data.tokenize import Tokenizer
 from torchstone.observe.console import Console
 
@@ -139,9 +154,13 @@ def load_data(
     sources = open_sources(data, train)
     is_text = all(source.row_format in TEXT_FORMATS for source in sources)
     default_rows = DEFAULT_TEXT_ROWS if is_text else DEFAULT_CHAT_ROWS
-    batch_sizes = resolve_batch_sizes(
-        config.training, data.packing and not is_text, data.context_length, default_rows, dp
-    )
+    shares_rows = data.packing and not is_text
+    training, dropped = drop_preset_sizes(config.training, config.preset_batch_keys, shares_rows)
+    if dropped:
+        kind = "packed conversations" if shares_rows else "rows that are not packed"
+        console.info(f"{', '.join(dropped)} of the preset is not used: it does not apply to {kind}")
+    default_total = None if config.model.path is None else FINE_TUNING_BATCH_SIZE
+    batch_sizes = resolve_batch_sizes(training, shares_rows, data.context_length, default_rows, dp, default_total)
     caches = [tokenize_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
     splits = [split_validation(cache.origins, data.validation_split, seed) for cache in caches]
     train_parts = [_make_samples(data, cache, split[0]) for cache, split in zip(caches, splits, strict=True)]
@@ -178,10 +197,15 @@ def open_sources(
     """Opens data sources. If data.format has one entry per path, the formats of validation paths are detected."""
     common = data.format[0] if len(data.format) == 1 else "auto"
     formats = data.format if len(data.format) > 1 and not is_validation else (common,) * len(names)
-    return [
-        open_source(name, row_format, data.on_bad_row == "stop" and not inspect_only)
-        for name, row_format in zip(names, formats, strict=True)
-    ]
+    columns = columns_per_path(data.columns, names)
+    stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
+    try:
+        return [
+            open_source(name, row_format, stop_on_bad_row, mapping, Path(data.cache_dir))
+            for name, row_format, mapping in zip(names, formats, columns, strict=True)
+        ]
+    except BadRow as error:
+        raise error.with_hint(SKIP_HINT) from None
 
 
 def tokenize_source(
@@ -194,6 +218,8 @@ def tokenize_source(
 ) -> TokenCache:
     """The token cache of a source, with log lines about its rows. With `inspect_only` nothing is refused."""
     check_train_on(data.train_on)
+    for note in source.notes:
+        console.info(note)
     is_text = source.row_format in TEXT_FORMATS
     is_stream = is_text and data.packing and data.text_packing == "stream"
     on_long_row = ("split" if is_text else "drop") if data.on_long_row == "auto" else data.on_long_row
@@ -207,7 +233,7 @@ def tokenize_source(
         for token in tokenizer.unknown_template_tokens:
             console.warn(f"the chat template writes {token}, which is not a single token of {tokenizer.path}")
     encoding = tokenizer.encoding_config(
-        source.row_format, max_length, "" if max_length is None else on_long_row, data.train_on
+        source.row_format, max_length, "" if max_length is None else on_long_row, data.train_on, source.columns
     )
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
     options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row)

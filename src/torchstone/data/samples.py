@@ -38,6 +38,10 @@ class Samples(ABC):
     @abstractmethod
     def get(self, index: int) -> list[TokenSequence]: ...
 
+    @abstractmethod
+    def origin(self, index: int) -> str:
+        """`file:line` of the row that a sample starts with."""
+
 
 class SequenceSamples(Samples):
     """One sequence of the cache per sample. `indices` selects the sequences."""
@@ -49,6 +53,9 @@ class SequenceSamples(Samples):
 
     def get(self, index: int) -> list[TokenSequence]:
         return [self.cache.sequence(int(self.indices[index]))]
+
+    def origin(self, index: int) -> str:
+        return self.cache.origin(int(self.indices[index]))
 
 
 class StreamSamples(Samples):
@@ -76,6 +83,9 @@ class StreamSamples(Samples):
             sequences.append(self.cache.sequence(int(self.indices[document]), low, high))
         return sequences
 
+    def origin(self, index: int) -> str:
+        return self.cache.origin(int(self.indices[self._first[index]]))
+
 
 class BestFitSamples(Samples):
     """Rows of at most `row_length` tokens of complete documents. Packing takes seconds and is cached on disk."""
@@ -91,6 +101,9 @@ class BestFitSamples(Samples):
         row = self.documents[self.offsets[index] : self.offsets[index + 1]]
         return [self.cache.sequence(int(document)) for document in row]
 
+    def origin(self, index: int) -> str:
+        return self.cache.origin(int(self.documents[self.offsets[index]]))
+
 
 class ConcatSamples(Samples):
     """The samples of several sources, numbered consecutively."""
@@ -102,9 +115,17 @@ class ConcatSamples(Samples):
         self.loss_tokens = np.concatenate([part.loss_tokens for part in parts])
 
     def get(self, index: int) -> list[TokenSequence]:
+        part, index = self._locate(index)
+        return part.get(index)
+
+    def origin(self, index: int) -> str:
+        part, index = self._locate(index)
+        return part.origin(index)
+
+    def _locate(self, index: int) -> tuple[Samples, int]:
         number = int(np.searchsorted(self.ends, index, side="right"))
         part = self.parts[number]
-        return part.get(index - int(self.ends[number]) + len(part))
+        return part, index - int(self.ends[number]) + len(part)
 
 
 def concat_samples(parts: Sequence[Samples]) -> Samples:
@@ -125,7 +146,9 @@ def split_validation(origins: np.ndarray, share: float, seed: int) -> tuple[np.n
     if num_validation >= num_rows:
         raise DataError(
             f"data.validation_split {share:g} of {num_rows} rows leaves none for training",
-            "use a smaller --data.validation_split",
+            "use a smaller --data.validation_split"
+            if num_rows > 1
+            else "a .txt file is one row: use --data.validation_path, or --data.format lines to make every line a row",
         )
     is_validation: np.ndarray = np.zeros(num_rows, dtype=bool)
     is_validation[np.random.default_rng([seed, 0x5EED]).permutation(num_rows)[:num_validation]] = True

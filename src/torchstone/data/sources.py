@@ -1,41 +1,59 @@
 """Reads data files into rows that know where they came from, so that every message about a row can say `file:line`.
 
-JSONL or a JSON array (plain, .gz, .zst), parquet and Hugging Face datasets folders are read as chunks of about two
-megabytes: raw bytes that any process can turn into rows. Reading is one sequential pass that holds a few chunks;
-parsing, the expensive part, can run in other processes. A damaged line affects only that line.
+JSONL or a JSON array, CSV and text (plain, .gz, .zst), parquet and Hugging Face datasets folders are read as chunks,
+most of about two megabytes: bytes that any process can turn into rows. Reading is one sequential pass that holds a few
+chunks; parsing, the expensive part, can run in other processes. A damaged line affects only that line, as does any
+error that reading a row raises.
 """
 
 from __future__ import annotations
 
+import difflib
 import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from types import MappingProxyType
+from typing import IO, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
+from torchstone import hub
+from torchstone.config.schema import Column
 from torchstone.data.json_array import array_lines, starts_with_array
-from torchstone.errors import DataError, UsageError
+from torchstone.data.text_files import read_pieces, read_records
+from torchstone.errors import DataError, TorchstoneError, UsageError
 
+T = TypeVar("T")
 CHUNK_BYTES = 1 << 21
+# A longer line is a bad row. It is not held in memory: a small compressed file can have a line of gigabytes.
+MAX_LINE_BYTES = 1 << 28
 CHUNK_ROWS = 1000
 DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
-JSONL = (".jsonl", ".json", ".ndjson")
-SUFFIXES = (*(f"{name}{compression}" for name in JSONL for compression in ("", ".gz", ".zst")), ".parquet")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+COMPRESSIONS = (".gz", ".zst")
+# The file types of a folder: only the first of these that occur in it are read.
+FILE_TYPES: tuple[tuple[str, ...], ...] = ((".jsonl", ".json", ".ndjson", ".parquet"), (*DELIMITERS,), (".txt",))
+ALL_TYPES = [name for types in FILE_TYPES for name in types]
+# What a dataset on the hub is searched for. Not texts, which are often licenses; they can be named.
+SUFFIXES = tuple(name + end for types in FILE_TYPES[:2] for name in types for end in ("", *COMPRESSIONS))
 # The columns that row formats read (formats.py). Others are not read: Python may not even be able to represent them.
-COLUMNS = {
-    "input_ids", "labels", "len", "messages", "conversations", "tools", "system", "unmask", "prompt", "completion",
-    "instruction", "input", "output", "history", "text", "document",
-}  # fmt: skip
+COLUMNS = set(get_args(Column))
+# Those that a row may lack.
+OPTIONAL_COLUMNS = {"labels", "len", "tools", "system", "unmask", "input", "history"}
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 UNSUPPORTED_SUFFIXES = (
-    ".txt", ".csv", ".tsv", ".md", ".arrow", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".xlsx", ".bin", ".npy",
+    ".md", ".arrow", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".xlsx", ".bin", ".npy",
 )  # fmt: skip
 MAGIC_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 BOM = b"\xef\xbb\xbf"
+SUPPORTED = f"{', '.join(ALL_TYPES)}; all but .parquet also with {' or '.join(COMPRESSIONS)}"
+# What `surrogateescape` makes of bytes that are not UTF-8.
+SURROGATE = re.compile("[\udc80-\udcff]")
 MAX_SHOWN = 100
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -44,6 +62,9 @@ class BadRow(DataError):
     """A row that cannot be trained on: where it is, why, and its raw text for bad-rows.jsonl."""
 
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
+        # Strings from JSON may have lone surrogates, which can be neither printed nor written.
+        reason, raw = _encodable(reason), _encodable(raw)
+        hint = hint and _encodable(hint)
         shown = raw.strip()
         shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
         # A row must not control the terminal.
@@ -51,15 +72,27 @@ class BadRow(DataError):
         super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row starts with {shown}", hint])))
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
 
+    def with_hint(self, hint: str) -> BadRow:
+        """The same error with another hint after its own."""
+        return BadRow(self.path, self.line, self.reason, self.raw, "\n  ".join(filter(None, [self.row_hint, hint])))
+
 
 @dataclass(frozen=True)
 class Row:
+    """`starts_text` and `ends_text` are false for a piece of a text file that does not have its start or its end."""
+
     path: Path
     line: int
     value: dict[str, Any]
+    starts_text: bool = True
+    ends_text: bool = True
 
     def error(self, reason: str, hint: str | None = None) -> BadRow:
-        return BadRow(self.path, self.line, reason, json.dumps(self.value, default=str), hint)
+        try:
+            raw = json.dumps(self.value, default=str)
+        except (RecursionError, ValueError, TypeError):
+            raw = ", ".join(map(str, self.value))
+        return BadRow(self.path, self.line, reason, raw, hint)
 
 
 class ReadPosition(NamedTuple):
@@ -71,68 +104,155 @@ class ReadPosition(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows that are not parsed yet. `bytes_done` is how much of the file on disk is before its end."""
+    """Rows that are not parsed yet. `bytes_done` is how much of the file on disk is before its end.
 
-    kind: Literal["lines", "arrow"]
+    The payload of kind `csv` is the header and the records as JSON, one per line. The kind `long` is the start of a
+    single line that is too long.
+    """
+
+    kind: Literal["lines", "arrow", "csv", "text", "text_lines", "long"]
     path: Path
     first_line: int
     payload: bytes
     num_rows: int | None
     end: ReadPosition
     bytes_done: int
+    ends_text: bool = True
 
 
-def find_files(name: str) -> list[Path]:
-    """The data files of a path: the file, all files of a folder, matches of a glob. A datasets folder is one file."""
+def find_files(
+    name: str, cache_dir: Path | None = None, note: Callable[[str], object] = lambda line: None
+) -> list[Path]:
+    """The data files of a path: the file, those of a folder, matches of a glob. A datasets folder is one file.
+
+    Files on the hub are downloaded, unless they are in the cache. `note` gets a line about what is left out of a
+    folder, such as the token cache `cache_dir`.
+    """
+    on_hub = hub.parse_data(name)
+    if on_hub is not None:
+        name = hub.data_path(hub.download_data(on_hub, SUFFIXES))
     path = Path(name)
     if path.is_dir():
-        files = [_datasets_split(path)] if _is_datasets_folder(path) else _files_in(path)
+        if _is_datasets_folder(path):
+            return [_datasets_split(path)]
+        notes: list[str] = []
+        files = _files_in(path, cache_dir, notes)
         if not files:
-            raise UsageError(f"no data files in the folder {path}", f"supported files: {', '.join(SUFFIXES)}")
+            raise UsageError(
+                f"no data files in the folder {path}", "; ".join([*notes, f"supported files: {SUPPORTED}"])
+            )
+        for line in notes:
+            note(line)
         return files
     if path.is_file():
         if path.suffix in UNSUPPORTED_SUFFIXES:
-            raise UsageError(f"{path}: {path.suffix} files are not supported", f"use one of {', '.join(SUFFIXES)}")
+            raise UsageError(f"{path}: {path.suffix} files are not supported", f"use one of {SUPPORTED}")
         return [path]
     if glob.has_magic(name):
         files = sorted(Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file())
         if not files:
             raise UsageError(f"no file matches {name}")
         return files
-    siblings = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(SUFFIXES))[:8]
+    siblings = sorted(p.name for p in path.parent.glob("*") if file_type(p) in ALL_TYPES)[:8]
     raise UsageError(
         f"data file {path} does not exist",
-        f"data files in {path.parent}: {', '.join(siblings)}" if siblings else "check the path",
+        f"data files in {path.parent}: {', '.join(siblings)}"
+        if siblings
+        else "check the path; a dataset on the hub is hub:org/name",
     )
 
 
-def read_chunks(files: list[Path], start: ReadPosition = ReadPosition()) -> Iterator[Chunk]:  # noqa: B008
-    """All chunks of `files` from `start` on, in order."""
+def file_type(path: Path) -> str:
+    """The suffix of a file, or the one before that of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    is_compressed = len(suffixes) == 2 and suffixes[1] in COMPRESSIONS and suffixes[0] != ".parquet"
+    return suffixes[0] if is_compressed else "".join(suffixes[-1:])
+
+
+def read_chunks(
+    files: list[Path],
+    start: ReadPosition = ReadPosition(),  # noqa: B008
+    text_lines: bool = False,
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> Iterator[Chunk]:
+    """All chunks of `files` from `start` on, in order. With `text_lines` every line of a text file is a row.
+
+    Of a parquet file only the columns of row formats and the values of `columns` are read.
+    """
     for index in range(start.file, len(files)):
         path = files[index]
         position = start if index == start.file else ReadPosition(index)
         if path.is_dir():
             yield from _datasets_chunks(path, position)
         elif path.suffix == ".parquet":
-            yield from _parquet_chunks(path, position)
+            yield from _parquet_chunks(path, position, columns)
+        elif file_type(path) in DELIMITERS:
+            yield from _csv_chunks(path, position)
+        elif file_type(path) == ".txt":
+            yield from _line_chunks(path, position, "text_lines") if text_lines else _text_chunks(path, position)
         else:
             yield from (_array_chunks if _is_array(path) else _line_chunks)(path, position)
 
 
-def parse_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
-    """Yields the rows of a chunk, and a BadRow for each bad one. Blank lines are not rows."""
+def parse_rows(
+    chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS, used: Collection[str] = COLUMNS
+) -> Iterator[Row | BadRow]:
+    """The rows of a chunk, and a BadRow for each bad one. Blank lines are not rows.
+
+    `columns` has our name for a column of the data: {"prompt": "question"}. `used` are our names of the columns that
+    will be used: in a table, a row with an unreadable value in another one is not bad.
+    """
+    rows = _parse_rows(chunk, columns, used)
+    if not columns:
+        return rows
+    return (row if isinstance(row, BadRow) else _rename_columns(row, columns) for row in rows)
+
+
+def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row | BadRow:
+    value = row.value
+    for name, column in columns.items():
+        if column not in value and name not in OPTIONAL_COLUMNS:
+            similar = difflib.get_close_matches(column, value, n=1)
+            return row.error(
+                f"data.columns takes {name} from {column!r}, but the keys of this row are {', '.join(value) or 'none'}",
+                f"did you mean {name}={similar[0]}?" if similar else None,
+            )
+    others = {key: inner for key, inner in value.items() if key not in columns.values()}
+    renamed = {name: value[column] for name, column in columns.items() if column in value}
+    return replace(row, value=others | renamed)
+
+
+def _parse_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
     if chunk.kind == "arrow":
-        yield from _arrow_rows(chunk)
-        return
-    for line, raw in enumerate(_split_lines(chunk.payload), start=chunk.first_line):
-        if _is_row(raw):
-            yield _parse_line(raw.removeprefix(BOM), chunk.path, line)
+        yield from _arrow_rows(chunk, columns, {columns.get(name, name) for name in used})
+    elif chunk.kind == "csv":
+        yield from _csv_rows(chunk)
+    elif chunk.kind == "text":
+        yield from _text_rows(chunk)
+    elif chunk.kind == "long":
+        beginning = chunk.payload.decode("utf-8", "backslashreplace")
+        yield BadRow(chunk.path, chunk.first_line, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", beginning)
+    else:
+        parse = _parse_line if chunk.kind == "lines" else _parse_text_line
+        for line, raw in enumerate(_split_lines(chunk.payload), start=chunk.first_line):
+            if _is_row(raw):
+                yield parse(raw.removeprefix(BOM), chunk.path, line)
 
 
-def read_rows(name: str | Path) -> Iterator[Row]:
+def read_row(row: Row, read: Callable[[Row], T]) -> T:
+    """What `read` makes of a row. Raises BadRow for any exception that is not ours: a row must not stop the others."""
+    try:
+        return read(row)
+    except (TorchstoneError, MemoryError):
+        raise
+    except Exception as error:
+        raise row.error(f"cannot be read: {type(error).__name__}: {_one_line(error)}") from None
+
+
+def read_rows(name: str | Path, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row]:
     """Yields every row of a path; raises the first bad one."""
-    for chunk in read_chunks(find_files(str(name))):
-        for row in parse_rows(chunk):
+    for chunk in read_chunks(find_files(str(name)), columns=columns):
+        for row in parse_rows(chunk, columns):
             if isinstance(row, BadRow):
                 raise row
             yield row
@@ -150,6 +270,8 @@ def truncate_chunk(chunk: Chunk, count: int) -> Chunk:
 
         table = pa.ipc.open_stream(chunk.payload).read_all().slice(0, count)
         return chunk._replace(payload=_arrow_bytes(table), num_rows=count)
+    if chunk.kind == "csv":
+        return chunk._replace(payload=b"\n".join(chunk.payload.split(b"\n")[: count + 1]), num_rows=count)
     lines, rows = [], 0
     for raw in _split_lines(chunk.payload):
         if rows == count:
@@ -172,21 +294,59 @@ def _is_row(raw: bytes) -> bool:
     return bool(raw.removeprefix(BOM).strip())
 
 
-def _files_in(folder: Path) -> list[Path]:
-    files = [path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file()]
-    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+def _files_in(folder: Path, cache_dir: Path | None, notes: list[str]) -> list[Path]:
+    """The data files of a folder at any depth, of one group of types. Hidden and output folders are left out."""
+    found: list[Path] = []
+    for name, subfolders, files in os.walk(folder):
+        parent = Path(name)
+        is_cache = cache_dir is not None and cache_dir.exists() and parent.samefile(cache_dir)
+        kind = "a token cache" if is_cache else _output_kind(parent, files)
+        subfolders[:] = [] if kind else [each for each in subfolders if not each.startswith(".")]
+        if kind:
+            notes.append(f"{folder}: left out {parent}, which is {kind}")
+            continue
+        found += [parent / each for each in files if not each.startswith(".") and (parent / each).is_file()]
+    by_group = [sorted(path for path in found if file_type(path) in types) for types in FILE_TYPES]
+    chosen = next((files for files in by_group if files), [])
+    others = [path for files in by_group if files is not chosen for path in files]
+    if others:
+        types = sorted({file_type(path) for path in others})
+        notes.append(
+            f"{folder}: left out {len(others)} {', '.join(types)} files, such as {others[0]}: the folder has "
+            f"{file_type(chosen[0])} files (use a glob to read the others)"
+        )
+    return chosen
 
 
-def _line_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+def _output_kind(folder: Path, files: list[str]) -> str | None:
+    """What a folder is if a command of this package wrote it."""
+    if any(folder.glob("*/ids.bin")):
+        return "a token cache"
+    if {"config.json", "metrics.jsonl"} <= {*files}:
+        return "a run"
+    has_weights = "config.json" in files and any(name.endswith(".safetensors") for name in files)
+    return (
+        "a model" if has_weights else "a tokenizer" if {"tokenizer.json", "tokenizer_config.json"} <= {*files} else None
+    )
+
+
+def _line_chunks(path: Path, start: ReadPosition, kind: Literal["lines", "text_lines"] = "lines") -> Iterator[Chunk]:
     """Seeks in a plain file; reads a compressed one again up to `start`, which is fast."""
     line, offset = start.line, start.offset
     with path.open("rb") as raw:
         stream = _decompress(path, raw)
         try:
             _skip(stream, offset)
-            while payload := _read_whole_lines(stream):
-                first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
-                yield Chunk("lines", path, first, payload, None, ReadPosition(start.file, offset, line), raw.tell())
+            while True:
+                payload, long_line, long_size = _read_whole_lines(stream)
+                if payload:
+                    first, offset, line = line, offset + len(payload), line + len(_split_lines(payload))
+                    yield Chunk(kind, path, first, payload, None, ReadPosition(start.file, offset, line), raw.tell())
+                if long_line:
+                    first, offset, line = line, offset + long_size, line + 1
+                    yield Chunk("long", path, first, long_line, 1, ReadPosition(start.file, offset, line), raw.tell())
+                if not payload and not long_line:
+                    return
         except DECOMPRESSION_ERRORS as error:
             raise _damaged_file(path, line - 1, error) from None
 
@@ -215,7 +375,106 @@ def _array_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
             raise DataError(f"{path}:{number + 1}: not a JSON array after element {number}: {error}") from None
 
 
+def _text_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+    """One chunk for each piece of the text."""
+    _check_beginning(path)
+    line, offset = start.line, start.offset
+    with path.open("rb") as raw:
+        stream = _decompress(path, raw)
+        try:
+            _skip(stream, offset)
+            for piece, is_last in read_pieces(stream):
+                first, offset, line = line, offset + len(piece), line + piece.count(b"\n")
+                end = ReadPosition(start.file, offset, line)
+                yield Chunk("text", path, first, piece, int(_is_row(piece)), end, raw.tell(), is_last)
+        except DECOMPRESSION_ERRORS as error:
+            raise _damaged_file(path, line - 1, error) from None
+
+
+def _csv_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+    """Resuming reads the file again up to `start`."""
+    _check_beginning(path)
+    number, line, lines = 0, 0, list[str]()
+
+    def chunk() -> Chunk:
+        end = ReadPosition(start.file, number, line + 1)
+        return Chunk("csv", path, line, "\n".join([header, *lines]).encode(), len(lines), end, raw.tell())
+
+    with path.open("rb") as raw:
+        try:
+            # The name keeps the stream open until the last chunk is made.
+            stream = _decompress(path, raw)
+            records = read_records(stream, DELIMITERS[file_type(path)])
+            header = json.dumps(_csv_header(path, next(records, (1, "the file is empty: it needs a header"))[1]))
+            size = 0
+            for number, (line, fields) in enumerate(records, start=1):
+                if number <= start.offset:
+                    continue
+                lines.append(json.dumps([line, fields]))
+                size += len(lines[-1])
+                if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
+                    yield chunk()
+                    lines, size = [], 0
+            if lines:
+                yield chunk()
+        except DECOMPRESSION_ERRORS as error:
+            raise _damaged_file(path, line, error) from None
+        except ValueError as error:
+            raise DataError(f"{path}: after line {line}: {error}") from None
+
+
+def _csv_header(path: Path, fields: list[str] | str) -> list[str]:
+    if isinstance(fields, str):
+        raise DataError(f"{path}:1: {fields}")
+    repeated = sorted({name for name in fields if name and fields.count(name) > 1})
+    if repeated or SURROGATE.search("".join(fields)):
+        raise DataError(f"{path}:1: the header {f'has {repeated[0]!r} twice' if repeated else 'is not UTF-8'}")
+    return fields
+
+
+def _csv_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
+    header, *records = map(json.loads, chunk.payload.split(b"\n"))
+    for line, fields in records:
+        reason = None
+        if isinstance(fields, str):
+            reason, fields = fields, []
+        elif len(fields) != len(header):
+            reason = f"{len(fields)} fields, but the header has {len(header)}"
+        elif SURROGATE.search("".join(fields)):
+            reason = "not UTF-8"
+        if reason is None:
+            yield Row(chunk.path, line, dict(zip(header, fields, strict=True)))
+        else:
+            yield BadRow(chunk.path, line, reason, json.dumps(fields))
+
+
+def _text_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
+    if not chunk.num_rows:
+        return
+    start = chunk.end.offset - len(chunk.payload)
+    payload = chunk.payload if start else chunk.payload.removeprefix(BOM)
+    try:
+        yield Row(chunk.path, chunk.first_line, {"text": payload.decode()}, start == 0, chunk.ends_text)
+    except UnicodeDecodeError as error:
+        line = chunk.first_line + payload.count(b"\n", 0, error.start)
+        raw = payload[max(0, error.start - 50) : error.start + 50].decode("utf-8", "backslashreplace")
+        yield BadRow(chunk.path, line, f"not UTF-8 at byte {chunk.end.offset - len(payload) + error.start}", raw)
+
+
+def _parse_text_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
+    try:
+        return Row(path, line, {"text": raw.decode().removesuffix("\r")})
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 at byte {error.start} of the line"
+        return BadRow(path, line, reason, raw.decode("utf-8", "backslashreplace"))
+
+
 def _is_array(path: Path) -> bool:
+    return starts_with_array(_check_beginning(path))
+
+
+def _check_beginning(path: Path) -> bytes:
+    """The first bytes of a text file. Raises DataError for UTF-16, and for compressed data without its suffix."""
     with path.open("rb") as raw:
         try:
             beginning = _decompress(path, raw).read(1 << 12)
@@ -223,13 +482,13 @@ def _is_array(path: Path) -> bool:
             raise _damaged_file(path, 0, error) from None
     if beginning[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(
-            f"{path}: is UTF-16 (byte order mark), but JSON must be UTF-8",
-            f"iconv -f UTF-16 -t UTF-8 {path.name} > NEW.jsonl",
+            f"{path}: is UTF-16 (byte order mark), but it must be UTF-8",
+            f"iconv -f UTF-16 -t UTF-8 {path.name} > NEW{file_type(path)}",
         )
     for magic, suffix in MAGIC_BYTES.items():
         if beginning.startswith(magic):
             raise DataError(f"{path}: its contents are {suffix} data", f"rename it to end in {suffix}")
-    return starts_with_array(beginning)
+    return beginning
 
 
 def _damaged_file(path: Path, line: int, error: BaseException) -> BaseException:
@@ -275,9 +534,22 @@ def _skip(stream: IO[bytes], offset: int) -> None:
         offset -= skipped
 
 
-def _read_whole_lines(stream: IO[bytes]) -> bytes:
-    block = stream.read(CHUNK_BYTES)
-    return block if not block or block.endswith(b"\n") else block + stream.readline()
+def _read_whole_lines(stream: IO[bytes]) -> tuple[bytes, bytes, int]:
+    """About CHUNK_BYTES of whole lines. If the next line is too long: its first bytes, and its size."""
+    payload = stream.read(CHUNK_BYTES)
+    if not payload or payload.endswith(b"\n"):
+        return payload, b"", 0
+    payload += stream.readline(MAX_LINE_BYTES)
+    last = payload.rfind(b"\n") + 1
+    size = len(payload) - last
+    if size <= MAX_LINE_BYTES:
+        return payload, b"", 0
+    payload, beginning = payload[:last], payload[last : last + MAX_SHOWN]
+    while part := stream.readline(CHUNK_BYTES):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return payload, beginning, size
 
 
 def _split_lines(payload: bytes) -> list[bytes]:
@@ -296,7 +568,7 @@ def _parse_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
     if "\0" in text:
         return bad(f"NUL byte at character {text.index(chr(0))}: the file was truncated by a crash or is not text")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         return bad(f"not JSON: {error}")
     if not isinstance(value, dict):
@@ -307,7 +579,7 @@ def _parse_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
 _JSON_TYPES = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
 
 
-def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -316,6 +588,8 @@ def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
     file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
+    # Without the columns that are needed, the error message still shows the names.
+    names = _columns_to_read(file.schema_arrow.names, columns) or None
     row = 0
     for group in range(file.num_row_groups):
         group_rows = file.metadata.row_group(group).num_rows
@@ -325,7 +599,7 @@ def _parquet_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
         bytes_per_row = max(1, file.metadata.row_group(group).total_byte_size // max(1, group_rows))
         batch_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // bytes_per_row))
         try:
-            for batch in file.iter_batches(batch_rows, row_groups=[group]):
+            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names):
                 first, row = row, row + len(batch)
                 if first < start.offset:
                     continue
@@ -378,16 +652,47 @@ def _arrow_bytes(table: Any) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _arrow_rows(chunk: Chunk) -> Iterator[Row]:
+def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+    """Those of the columns `names` that may be used; none if a column that is needed is missing."""
+    read = [name for name in names if name in COLUMNS or name in columns.values()]
+    is_complete = all(name in OPTIONAL_COLUMNS or column in read for name, column in columns.items())
+    return read if is_complete else []
+
+
+def _arrow_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
     """Nulls are left out: Arrow has them where a JSON row would not have the key."""
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.payload).read_all()
-    columns = [name for name in table.column_names if name in COLUMNS]
-    # Without a known column, the error message still shows the names.
-    values = table.select(columns).to_pylist() if columns else [dict.fromkeys(table.column_names, "…")] * len(table)
+    names = _columns_to_read(table.column_names, columns)
+    if not names:
+        # The error message still shows the names.
+        values = [dict.fromkeys(table.column_names, "…")] * len(table)
+    else:
+        try:
+            values = table.select(names).to_pylist()
+        except MemoryError:
+            raise
+        except Exception:
+            # Python cannot represent some value, such as a time after the year 9999.
+            yield from _arrow_rows_one_by_one(chunk, table.select(names), used)
+            return
     for line, value in enumerate(values, start=chunk.first_line):
         yield Row(chunk.path, line, _drop_nulls(value))
+
+
+def _arrow_rows_one_by_one(chunk: Chunk, table: Any, used: Collection[str]) -> Iterator[Row | BadRow]:
+    for index in range(len(table)):
+        value: dict[str, Any] = {}
+        errors: list[str] = []
+        for name in table.column_names:
+            try:
+                value[name] = table[name][index].as_py()
+            except Exception as error:
+                value[name] = "…"
+                errors += [f"cannot read the column {name}: {_one_line(error)}"] if name in used else []
+        row = Row(chunk.path, chunk.first_line + index, _drop_nulls(value))
+        yield row.error(errors[0]) if errors else row
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -396,6 +701,19 @@ def _drop_nulls(value: Any) -> Any:
     if isinstance(value, list) and value and not isinstance(value[0], int):
         return [_drop_nulls(inner) for inner in value]
     return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text; raises ValueError for a key that occurs twice, of which Python would use the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+    return values
+
+
+def _encodable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _one_line(error: Exception) -> str:

@@ -1,21 +1,20 @@
 """Renders conversations with a chat template, and finds the characters to train on.
 
 A template is the tokenizer's own, a file, or one of those in templates/. It is third-party code, so it runs in jinja2's
-sandbox with a time limit. The loss mask comes from rendering prefixes: the conversation before an assistant
-turn plus the generation prompt is what the model will read, and the rest up to the end of that turn is what it must
-write. This needs no help from the template, only that a longer conversation starts with the text of the shorter one.
-Where it does not, the mask would be a guess, and the row is refused.
+sandbox, with limits on its time, memory and output. The loss mask comes from rendering prefixes: the conversation
+before an assistant turn plus the generation prompt is what the model will read, and the rest up to the end of that turn
+is what it must write. This needs no help from the template, only that a longer conversation starts with the text of the
+shorter one. Where it does not, the mask would be a guess, and the row is refused.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +25,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchstone.data.formats import Message
+from torchstone.data.render_limits import RenderLimits
 from torchstone.errors import DataError, UsageError
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Some templates write today's date. Here it is fixed, so that the same rows give the same tokens tomorrow.
 FIXED_DATE = datetime(2025, 1, 1)
-# Rendering a conversation takes a fraction of a millisecond; one that takes seconds will never end.
-TIME_LIMIT = 5.0
-MAX_PRODUCT = 10_000_000
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which also refuses products that would fill the memory."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            size = abs(right) * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
-        else:
-            factors = [value for value in (left, right) if isinstance(value, int)]
-            lengths = [len(value) for value in (left, right) if isinstance(value, Sequence)]
-            size = factors[0] * lengths[0] if factors and lengths else 0
-        if size > MAX_PRODUCT:
-            raise jinja2.TemplateError(f"{operator} would create a value of size {size}")
-        return super().call_binop(context, operator, left, right)
+# A template may write this many characters of its own, and a conversation may grow to this many times its size.
+MAX_ADDED, MAX_GROWTH = 100_000, 16
 
 
 class GenerationTag(Extension):
@@ -85,7 +67,7 @@ class NotPrefixStableError(DataError):
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = Sandbox(
+        environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise_exception
@@ -93,40 +75,65 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         self.source = source
         self.special_tokens = special_tokens
+        self.limits = RenderLimits()
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            # Compiling also evaluates constant expressions, such as 'a' | center(99999999999).
+            self._template = self.limits.run(lambda: environment.from_string(source))
+        except Exception as error:
             raise UsageError(f"the chat template is invalid: {error}") from None
 
+    @cached_property
+    def quoted_words(self) -> frozenset[str]:
+        """The string literals of the template; a role that it treats in a way of its own is one of them."""
+        return frozenset(re.findall(r"""['"]([^'"\s]+)['"]""", self.source))
+
     def render_text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
-        with _time_limit(TIME_LIMIT):
-            return self._render(messages, tools)
+        return self.limits.run(lambda: self._render(messages, tools))
 
     def render_prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         """What the model reads before it answers: the messages and the generation prompt."""
-        with _time_limit(TIME_LIMIT):
-            return self._render(messages, tools, add_generation_prompt=True)
+        return self.limits.run(lambda: self._render(messages, tools, add_generation_prompt=True))
 
     def render_conversation(
         self, messages: Sequence[Message], trained: Sequence[int] | None = None, tools: list[Any] | None = None
     ) -> RenderedConversation:
         """Renders a conversation to train on the messages `trained` (by default the assistant's) and their ends."""
-        if trained is None:
-            trained = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        with _time_limit(TIME_LIMIT):
+        indices = trained
+        if indices is None:
+            indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+        def render() -> RenderedConversation:
             text = self._render(messages, tools)
-            return RenderedConversation(text, [self._span(messages, index, tools, text) for index in trained])
+            return RenderedConversation(text, [self._span(messages, index, tools, text) for index in indices])
+
+        return self.limits.run(render)
 
     def render_train_on_all(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, except_system: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        except_system: bool = False,
+        masked: Sequence[int] = (),
     ) -> RenderedConversation:
-        """Renders a conversation to train on all of it, or on everything after the system message."""
-        with _time_limit(TIME_LIMIT):
+        """Renders a conversation to train on all of it, or on everything after the system message.
+
+        Nothing of the messages `masked` is trained on, nor are their headers.
+        """
+
+        def render() -> RenderedConversation:
             text = self._render(messages, tools)
             start = 0
             if except_system and messages[0]["role"] == "system" and len(messages) > 1:
                 start = len(_check_prefix(0, self._render(messages[:1], tools), text))
-            return RenderedConversation(text, [(start, len(text))])
+            spans = []
+            for index in masked:
+                before = self._render(messages[:index], tools) if index else ""
+                after = self._render(messages[: index + 1], tools)
+                spans.append((start, len(_check_prefix(index - 1, before, text))))
+                start = max(start, len(_check_prefix(index, after, text)))
+            return RenderedConversation(text, [span for span in [*spans, (start, len(text))] if span[0] < span[1]])
+
+        return self.limits.run(render)
 
     def _span(self, messages: Sequence[Message], index: int, tools: list[Any] | None, text: str) -> tuple[int, int]:
         """The characters of a message in `text`: from the first one the model must write to the end of its turn."""
@@ -146,11 +153,14 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, tools=tools, documents=None,
                 **self.special_tokens,
             )  # fmt: skip
-        except TimeoutError:
+            if len(text) > MAX_ADDED:
+                _check_size(text, [messages, tools])
+            return text
+        except MemoryError:
             raise
         except Exception as error:
             # Whatever a template raises is about the template or the conversation.
@@ -172,32 +182,16 @@ def load_template(name: str) -> str:
     )
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Stops a template that does not end. Signals reach the main thread only, so data is prepared there."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # CPU time, not wall time: a busy machine must not make a row bad.
-    previous = signal.signal(signal.SIGVTALRM, _raise_timeout)
-    before = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    except TimeoutError:
-        raise DataError(f"the chat template took more than {TIME_LIMIT:g} s for this conversation") from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, *before)
-        signal.signal(signal.SIGVTALRM, previous)
-
-
-def _raise_timeout(number: int, frame: Any) -> None:
-    raise TimeoutError
-
-
 def _check_prefix(index: int, shorter: str, longer: str, is_prompt: bool = False) -> str:
     if not longer.startswith(shorter):
         raise NotPrefixStableError(index, shorter, longer, is_prompt)
     return shorter
+
+
+def _check_size(text: str, conversation: list[Any]) -> None:
+    size = len(json.dumps(conversation, default=str))
+    if len(text) > MAX_ADDED + MAX_GROWTH * size:
+        raise ValueError(f"it writes {len(text):,} characters for a conversation of {size:,}")
 
 
 def _raise_exception(message: str) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchstone.data.encode import EncodingConfig
 from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat
+from torchstone.data.sources import NO_COLUMNS
 from torchstone.data.template import ChatTemplate, load_template
 from torchstone.errors import UsageError
+
+# How tokenizers with byte fallback name a single byte.
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+MAX_VOCAB_SIZE = 1 << 22
 
 
 class Tokenizer:
@@ -28,7 +37,14 @@ class Tokenizer:
     @cached_property
     def size(self) -> int:
         """The largest id + 1. The number of tokens may be smaller: some vocabularies have gaps."""
-        return max(self.hf.get_vocab().values()) + 1
+        token, largest = max(self.hf.get_vocab().items(), key=operator.itemgetter(1))
+        if largest >= MAX_VOCAB_SIZE:
+            raise UsageError(
+                f"{self.path}: the token {token!r} has the id {largest}, but ids must be below {MAX_VOCAB_SIZE}: an "
+                "embedding has a row for every id",
+                "the tokenizer.json is damaged; copy or download it again",
+            )
+        return largest + 1
 
     @property
     def eos_id(self) -> int:
@@ -55,6 +71,12 @@ class Tokenizer:
         return sorted(ids)
 
     @cached_property
+    def text_prefix(self) -> list[int]:
+        """The special tokens that the tokenizer itself puts before every text, such as BOS."""
+        plain, special = self.encode("a"), self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
+        return special[: next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)]
+
+    @cached_property
     def template(self) -> ChatTemplate:
         if not self.hf.chat_template:
             raise UsageError(
@@ -74,16 +96,40 @@ class Tokenizer:
         tokens = dict.fromkeys(re.findall(r"<\|\w+\|>", self.template.source))
         return [token for token in tokens if len(self.encode(token)) > 1]
 
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """The number of UTF-8 bytes that each token adds to a text, [size]. A special token adds none."""
+        backend, names = self.hf.backend_tokenizer, self.hf.convert_ids_to_tokens(range(self.size))
+        if "ByteLevel" in repr(backend.decoder):
+            # Every character of a token's name stands for a byte.
+            counts = [len(name or "") for name in names]
+        else:
+            # A token may lose a space at the start of a text, so it is decoded after another one.
+            before = self.encode("a")
+            texts = backend.decode_batch([[*before, number] for number in range(self.size)], skip_special_tokens=False)
+            start = len(backend.decode(before, skip_special_tokens=False).encode())
+            counts = [max(0, len(text.encode()) - start) for text in texts]
+            counts = [1 if BYTE_TOKEN.fullmatch(name or "") else n for name, n in zip(names, counts, strict=True)]
+        for number, token in self.hf.added_tokens_decoder.items():
+            counts[number] = 0 if token.special else len(token.content.encode())
+        return np.array(counts)
+
     def encode(self, text: str) -> list[int]:
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encoding_config(
-        self, row_format: RowFormat, max_length: int | None, on_long_row: str, train_on: str = "assistant"
+        self,
+        row_format: RowFormat,
+        max_length: int | None,
+        on_long_row: str,
+        train_on: str = "assistant",
+        columns: Mapping[str, str] = NO_COLUMNS,
     ) -> EncodingConfig:
         has_template = row_format in CHAT_FORMATS or (row_format == "prompt" and isinstance(self.hf.chat_template, str))
+        # The size first: to_str() would count up to the largest id.
         return EncodingConfig(
-            tokenizer=self.hf.backend_tokenizer.to_str(),
             vocab_size=self.size,
+            tokenizer=self.hf.backend_tokenizer.to_str(),
             eos_id=self.hf.eos_token_id if row_format in (*CHAT_FORMATS, "tokens") else self.eos_id,
             template=self.template.source if has_template else None,
             special_tokens=dict(self.hf.special_tokens_map) if has_template else {},
@@ -91,6 +137,7 @@ class Tokenizer:
             max_length=max_length,
             on_long_row=on_long_row,
             train_on=train_on if row_format in CHAT_FORMATS or row_format == "prompt" else "",
+            columns=dict(columns),
         )
 
     def decode(self, ids: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 The processes are plain interpreters that talk over a pipe. Nothing of the parent is imported again or copied: a script
 without a main guard works, threads and CUDA do not matter, and each process holds a tokenizer and little else. When the
-parent ends, however it ends, the pipes close and the processes end too.
+parent ends, however it ends, the processes end too: on Linux at once, elsewhere when they find the pipe closed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from typing import Any
 from torchstone import errors
 from torchstone.data.encode import EncodedChunk, Encoder, EncodingConfig
 from torchstone.data.sources import Chunk
+from torchstone.parent_process import end_with_parent
 
-MAIN = "import sys; from torchstone.data.tokenizer_pool import serve; serve(int(sys.argv[1]))"
-OUT_OF_MEMORY_HINT = "out of memory is the usual reason: use fewer processes (--data.prepare_workers 1); "
+MAIN = "import sys; from torchstone.data.tokenizer_pool import serve; serve(*map(int, sys.argv[1:]))"
+HINTS = {
+    signal.SIGKILL: "out of memory is the usual reason: use fewer processes (--data.prepare_workers 1); ",
+    signal.SIGPROF: "the chat template does not end for some row; ",
+}
 # Results per process that may wait for an earlier one.
 MAX_AHEAD = 4
 
@@ -37,7 +41,7 @@ class TokenizerPool:
         }
         for _ in range(num_processes):
             own_end, child_end = Pipe()
-            command = [sys.executable, "-P", "-c", MAIN, str(child_end.fileno())]
+            command = [sys.executable, "-P", "-c", MAIN, str(child_end.fileno()), str(os.getpid())]
             process = subprocess.Popen(
                 command,
                 pass_fds=[child_end.fileno()],
@@ -100,12 +104,13 @@ class TokenizerPool:
         code = self._processes[connection].wait()
         return errors.WorkerError(
             f"a tokenizing process died {f'of signal {-code}' if code < 0 else f'with exit code {code}'}",
-            f"{OUT_OF_MEMORY_HINT if code == -signal.SIGKILL else ''}what was done so far is kept",
+            f"{next((hint for number, hint in HINTS.items() if code == -number), '')}what was done so far is kept",
         )
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, parent: int) -> None:
     """The main function of a process: receives a config, then chunks until the pipe closes."""
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     try:
@@ -120,6 +125,7 @@ def _reply(encoder: Encoder, chunk: Chunk) -> Any:
     try:
         return encoder.encode_chunk(chunk)
     except errors.TorchstoneError as error:
-        return type(error).__name__, error.message, error.hint
+        kind = next(kind for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+        return kind.__name__, error.message, error.hint
     except Exception:
         return None, traceback.format_exc(), None

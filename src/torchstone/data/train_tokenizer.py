@@ -3,20 +3,21 @@
 It can encode every text (all 256 bytes are in the vocabulary) and decodes it exactly, which is verified on a sample.
 Texts are streamed: only the table of distinct words grows with the data. The same data gives the same tokenizer.json,
 byte for byte. From conversations it uses the contents of the messages; every `<|name|>` that the chat template writes
-becomes a special token.
+becomes a special token. The tokenizer begins every text with a BOS token, as nanochat does: without one, a model never
+learns how a text starts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torchstone.atomic import new_folder
-from torchstone.data.cache import DataSource, open_source
+from torchstone.data.cache import DataSource, columns_per_path, open_source
 from torchstone.data.formats import (
     TEXT_FORMATS,
     Message,
@@ -25,9 +26,11 @@ from torchstone.data.formats import (
     read_conversation,
     read_prompt,
     read_text,
+    used_keys,
 )
-from torchstone.data.sources import BadRow, Row, parse_rows, read_chunks, size_on_disk
+from torchstone.data.sources import BadRow, Row, parse_rows, read_row, size_on_disk
 from torchstone.data.template import ChatTemplate, load_template
+from torchstone.data.tokenize import MAX_VOCAB_SIZE
 from torchstone.data.word_encoder import CL100K, GPT2, O200K, QWEN2, build_word_encoder
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
@@ -35,12 +38,13 @@ from torchstone.observe.console import Console
 Pattern = Literal["gpt2", "gpt4", "gpt4o", "qwen2"]
 PATTERNS: dict[Pattern, str] = {"gpt2": GPT2, "gpt4": CL100K, "gpt4o": O200K, "qwen2": QWEN2}
 EOS, PAD, BOS = "<|endoftext|>", "<|pad|>", "<|begin_of_text|>"
+NO_BOS_NOTE = "texts begin without a BOS token: their first token is never learned"
 NUM_BYTES = 256
-MAX_VOCAB_SIZE = 1 << 22
 BATCH_BYTES = 1 << 20
 # Characters of the sample that the tokenizer is verified on: of one text, and of all texts.
 SAMPLE_TEXT_SIZE, SAMPLE_SIZE = 20_000, 2_000_000
 MAX_BAD_ROWS_SHOWN = 3
+SKIP_HINT = "--skip-bad-rows leaves such rows out"
 
 
 def train_tokenizer(
@@ -49,31 +53,49 @@ def train_tokenizer(
     *,
     special: Sequence[str] = (),
     chat_template: str | None = None,
+    bos: bool = True,
     pattern: Pattern = "gpt4",
     min_frequency: int = 2,
     max_bytes: int | None = None,
     stop_on_bad_row: bool = True,
+    columns: Sequence[Mapping[str, str]] = (),
     console: Console | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Returns a Transformers tokenizer of at most `vocab_size` tokens, and a report.
 
-    `special` are tokens besides those of the template, which is a file or the name of a built-in one. Sources are read
-    row by row in turn, so that `max_bytes` of text contain some of each.
+    `special` are tokens besides those of the template, which is a file or the name of a built-in one. With `bos` the
+    tokenizer puts a BOS token before a text, but not before what a chat template renders. Sources are read
+    row by row in turn, so that `max_bytes` of text contain some of each. `columns` are those of `data.columns`.
     """
     if pattern not in PATTERNS:
         raise UsageError(f"unknown pattern {pattern!r}", f"use one of {', '.join(get_args(Pattern))}")
     template = None if chat_template is None else load_template(chat_template)
-    tokens = _special_tokens(template, special)
+    tokens = _special_tokens(template, special, bos)
     _check_sizes(names, vocab_size, min_frequency, tokens)
-    sources = [_open_text_source(name, stop_on_bad_row) for name in names]
-    reader = _TextReader(sources, max_bytes, stop_on_bad_row, console or Console("quiet"))
+    console = console or Console("quiet")
+    sources = [
+        _open_text_source(name, stop_on_bad_row, mapping)
+        for name, mapping in zip(names, columns_per_path(columns, names), strict=True)
+    ]
+    for note in [note for source in sources for note in source.notes]:
+        console.info(note)
+    reader = _TextReader(sources, max_bytes, stop_on_bad_row, console)
     backend = _train_bpe(reader, vocab_size, tokens, PATTERNS[pattern], min_frequency)
+    if bos:
+        _add_bos(backend)
     hf = _to_transformers(backend, tokens, template)
     size = len(hf)
+    notes = [f"every text begins with {BOS} (--no-bos leaves it out)" if bos else NO_BOS_NOTE]
+    if size < vocab_size:
+        notes.append(
+            f"the vocabulary has {size} tokens, not {vocab_size}: no other pair of tokens occurs {min_frequency} times "
+            "within a word"
+        )
     report = {
         "sources": [source.name for source in sources],
         "pattern": pattern,
         "chat_template": chat_template,
+        "bos_token": BOS if bos else None,
         "asked_vocab_size": vocab_size,
         "measured": {
             "vocab_size": size,
@@ -84,13 +106,8 @@ def train_tokenizer(
         },
         "bad_rows": reader.num_bad_rows,
         "first_bad_rows": reader.first_bad_rows,
-        "notes": [],
+        "notes": notes,
     }
-    if size < vocab_size:
-        report["notes"] = [
-            f"the vocabulary has {size} tokens, not {vocab_size}: no other pair of tokens occurs {min_frequency} times "
-            "within a word"
-        ]
     return hf, report
 
 
@@ -122,14 +139,17 @@ def _check_sizes(names: Sequence[str], vocab_size: int, min_frequency: int, toke
         )
 
 
-def _open_text_source(name: str, stop_on_bad_row: bool) -> DataSource:
-    source = open_source(name, stop_on_bad_row=stop_on_bad_row)
+def _open_text_source(name: str, stop_on_bad_row: bool, columns: Mapping[str, str]) -> DataSource:
+    try:
+        source = open_source(name, "auto", stop_on_bad_row, columns)
+    except BadRow as error:
+        raise error.with_hint(SKIP_HINT) from None
     if source.row_format == "tokens":
         raise UsageError(f"{name}: its rows are token ids, not text", "use the text they came from")
     return source
 
 
-def _special_tokens(template: str | None, more: Sequence[str]) -> list[str]:
+def _special_tokens(template: str | None, more: Sequence[str], bos: bool) -> list[str]:
     """All special tokens in the order of their ids."""
     for token in more:
         # A single character could be one of the letters that stand for bytes.
@@ -137,8 +157,8 @@ def _special_tokens(template: str | None, more: Sequence[str]) -> list[str]:
             raise UsageError(
                 f"{token!r} cannot be a special token", "a special token has at least two characters, such as <|name|>"
             )
-    bos = [BOS] if template is not None and re.search(r"\bbos_token\b", template) else []
-    return list(dict.fromkeys([EOS, PAD, *bos, *_template_tokens(template), *more]))
+    has_bos = bos or (template is not None and re.search(r"\bbos_token\b", template))
+    return list(dict.fromkeys([EOS, PAD, *([BOS] if has_bos else []), *_template_tokens(template), *more]))
 
 
 def _template_tokens(template: str | None) -> list[str]:
@@ -226,15 +246,15 @@ class _TextReader:
         file_starts = [0]
         for path in source.files:
             file_starts.append(file_starts[-1] + size_on_disk(path))
-        for chunk in read_chunks(source.files):
-            for row in parse_rows(chunk):
+        for chunk in source.read_chunks():
+            for row in parse_rows(chunk, source.columns, used_keys(source.row_format)):
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    yield _row_texts(row, source.row_format)
+                    yield read_row(row, lambda row: _row_texts(row, source.row_format))
                 except BadRow as error:
                     if self.stop_on_bad_row:
-                        raise
+                        raise error.with_hint(SKIP_HINT) from None
                     self._count_bad_row(error)
             self.bytes_done[number] = file_starts[chunk.end.file] + chunk.bytes_done
 
@@ -276,6 +296,14 @@ def _train_bpe(reader: _TextReader, vocab_size: int, tokens: list[str], pattern:
     if not reader.num_texts:
         raise DataError(f"{', '.join(source.name for source in reader.sources)}: there is no text")
     return backend
+
+
+def _add_bos(backend: Any) -> None:
+    from tokenizers import processors
+
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, backend.token_to_id(BOS))]
+    )
 
 
 def _to_transformers(backend: Any, tokens: list[str], template: str | None) -> Any:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from torchstone import api, heartbeat
 from torchstone.errors import TorchstoneError
+from torchstone.terminal import escape_controls
 
 TARGET = 0.9
 QUICK = {"training.max_steps": 8, "optim.warmup_steps": 2}
 
 
 def main() -> int:
+    heartbeat.open_standard_streams()
     parser = argparse.ArgumentParser(prog="python -m torchstone.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="run only a few steps, too few to learn anything")
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="output folder (default: runs/demo)")
@@ -78,7 +80,7 @@ def print_title(text: str) -> None:
 
 
 def print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(escape_controls(text) + "\n")
     sys.stdout.flush()
 
 

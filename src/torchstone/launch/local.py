@@ -13,40 +13,55 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchstone import heartbeat
+from torchstone.atomic import write_text
 from torchstone.config.schema import SystemConfig
 from torchstone.errors import WorkerError
 from torchstone.heartbeat import print_line
 from torchstone.launch.gpus import worker_environment
 from torchstone.launch.plan import LaunchPlan
-from torchstone.launch.rendezvous import NodeGroup, RankAssignment, interface_variables
-from torchstone.launch.supervise import EXIT_LOST, EXIT_SAVED, POLL_INTERVAL, LaunchResult, Supervisor
+from torchstone.launch.rendezvous import LOOPBACK, NodeGroup, RankAssignment, interface_variables
+from torchstone.launch.supervise import EXIT_LOST, EXIT_SAVED, FORWARDED, POLL_INTERVAL, LaunchResult, Supervisor
 
-LOOPBACK = "127.0.0.1"
 # Seconds for a preparation to end after a signal. It keeps what it has finished.
 PREPARE_GRACE = 5.0
 # The exit code of Python after Ctrl-C.
 INTERRUPTED = 130
 
 
+@dataclass(frozen=True)
+class WorkerFiles:
+    """The files of workers that train.
+
+    `logs` is the folder of their logs. `configs` are written before every start: they are in /tmp, where a cleanup may
+    have removed them. `lock` is the open file that locks the run's folder, which the workers inherit. `secret` is the
+    file with the secret of the rendezvous.
+    """
+
+    logs: Path
+    configs: Mapping[Path, str] = field(default_factory=dict)
+    lock: int | None = None
+    secret: Path | None = None
+
+
 def run_workers(
-    plan: LaunchPlan, command: Sequence[str], logs: Path | None = None, ignore_late_signals: bool = False
+    plan: LaunchPlan, command: Sequence[str], files: WorkerFiles | None = None, ignore_late_signals: bool = False
 ) -> int:
     """Runs `command` in every worker, prints why they failed if they did, and returns the exit code.
 
     It is the exit code of the worker that failed first, or 7 if a worker was killed, hung or lost the network. SIGTERM
     and Ctrl-C go to the workers, which have `save_grace` seconds to save and exit with 75; a second Ctrl-C ends them.
-    `logs` is the folder of the workers' logs, None for a program without a heartbeat. `ignore_late_signals`: whether
-    signals are ignored after this call.
+    `files` is None for a program without a heartbeat. `ignore_late_signals`: whether signals are ignored after this
+    call.
     """
     has_other_nodes = plan.nodes.max_nodes > 1
     with tempfile.TemporaryDirectory(prefix="torchstone-") as name:
-        supervisor = Supervisor(plan.system, Path(name), logs, has_other_nodes)
-        launch = Launch(plan, command, Path(name), supervisor)
+        supervisor = Supervisor(plan.system, Path(name), files.logs if files else None, has_other_nodes)
+        launch = Launch(plan, command, Path(name), supervisor, files)
         with supervisor.handle_signals(ignore_late_signals):
             result = launch.run_on_nodes() if has_other_nodes else launch.run()
     if result.message is not None:
@@ -58,12 +73,13 @@ def run_preparation(command: Sequence[str]) -> int:
     """Runs a command that must finish before the workers start, and returns its exit code; 75 after a signal."""
     supervisor = Supervisor(SystemConfig(save_grace=PREPARE_GRACE))
     with supervisor.handle_signals():
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+        environment = os.environ | _launcher_variable(PREPARE_GRACE)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True)
         supervisor.watch({0: process})
         while not supervisor.poll():
             time.sleep(POLL_INTERVAL)
     code = process.returncode
-    if supervisor.signals and code in (0, INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL):
+    if supervisor.signals and code in (0, INTERRUPTED, *(-number for number in FORWARDED), -signal.SIGKILL):
         name = supervisor.signals[0].name
         print_line(f"stopped by {name} while preparing the data: finished parts are kept, no worker was started")
         return EXIT_SAVED
@@ -81,10 +97,14 @@ class Launch:
     command: Sequence[str]
     folder: Path
     supervisor: Supervisor
+    files: WorkerFiles | None = None
 
     def run_on_nodes(self) -> LaunchResult:
         plan, supervisor = self.plan, self.supervisor
-        group = NodeGroup(plan.nodes, plan.nproc, plan.system.join_timeout, lambda: bool(supervisor.signals))
+        secret_file = self.files.secret if self.files else None
+        group = NodeGroup(
+            plan.nodes, plan.nproc, plan.system.join_timeout, lambda: bool(supervisor.signals), secret_file
+        )
         try:
             return self.run(group)
         except WorkerError as error:
@@ -124,7 +144,8 @@ class Launch:
                 if restarts == max_restarts or not supervisor.may_restart(result):
                     return result
                 restarts += 1
-                print_line(f"{result.message}\nrestart {restarts} of {max_restarts}, from the last complete checkpoint")
+                print_line(str(result.message))
+                print_line(f"restart {restarts} of {max_restarts}, from the last complete checkpoint")
         finally:
             supervisor.stop()
 
@@ -141,18 +162,26 @@ class Launch:
     def _start(self, assignment: RankAssignment) -> None:
         # A cleanup of /tmp may have removed it since the last attempt.
         self.folder.mkdir(parents=True, exist_ok=True)
+        for path, text in self.files.configs.items() if self.files else ():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, text)
+        lock = self.files.lock if self.files else None
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for local_rank in range(self.plan.nproc):
                 rank = assignment.first_rank + local_rank
                 heartbeat.create_heartbeat(self.folder, rank)
-                environment = self._environment(local_rank, assignment)
-                processes[rank] = subprocess.Popen(self.command, env=environment, start_new_session=True)
+                processes[rank] = subprocess.Popen(
+                    self.command,
+                    env=self._environment(local_rank, assignment),
+                    start_new_session=True,
+                    pass_fds=() if lock is None else (lock,),
+                )
         finally:
             self.supervisor.watch(processes)
 
     def _environment(self, local_rank: int, assignment: RankAssignment) -> dict[str, str]:
-        """The launcher's variables, torchrun's and ours."""
+        """The launcher's variables, torchrun's and ours. GPU_RANK is the label of the log lines."""
         rank, nproc = assignment.first_rank + local_rank, self.plan.nproc
         threads = os.environ.get("OMP_NUM_THREADS") or self.plan.system.threads or max(1, _num_cores() // nproc)
         variables = {
@@ -174,13 +203,16 @@ class Launch:
             heartbeat.FOLDER_VARIABLE: self.folder,
             heartbeat.ERROR_VARIABLE: heartbeat.error_file(self.folder, rank),
         }
+        if self.files and self.files.lock is not None:
+            variables[heartbeat.LOCK_VARIABLE] = self.files.lock
         gpu = worker_environment(self.plan.devices[local_rank]) if self.plan.devices else {}
-        if not gpu or self.plan.nodes.max_nodes > 1:
-            # The label of the log lines: every machine has a GPU 0.
+        if gpu and self.plan.nodes.max_nodes > 1:
+            # Every machine has a GPU 0.
             gpu["GPU_RANK"] = str(rank)
         return {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "GPU_RANK"},
             **{name: str(value) for name, value in variables.items()},
+            **_launcher_variable(self.plan.system.save_grace),
             **assignment.environment,
             **gpu,
         }
@@ -192,6 +224,10 @@ class Launch:
                 return False
             time.sleep(POLL_INTERVAL)
         return True
+
+
+def _launcher_variable(save_grace: float) -> dict[str, str]:
+    return {heartbeat.LAUNCHER_VARIABLE: f"{os.getpid()} {save_grace}"}
 
 
 def _free_port() -> int:

@@ -21,10 +21,11 @@ from types import FrameType
 from torchstone import heartbeat
 from torchstone.config.schema import SystemConfig
 from torchstone.errors import CheckpointError, DataError, StoppedBySignal, UsageError, WorkerError
-from torchstone.heartbeat import Heartbeat, print_line
+from torchstone.heartbeat import Heartbeat, print_at_once, print_line, stop_message
 
-# What asks a launch to stop. The workers get SIGINT as SIGINT, and all others as SIGTERM.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+# What asks a launch to stop. Workers get these signals as they are, except SIGQUIT, which asks them for their stacks.
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS = (*FORWARDED, signal.SIGQUIT)
 EXIT_SAVED = StoppedBySignal.exit_code
 EXIT_LOST = WorkerError.exit_code
 # A restart does not help: the config, the data and the checkpoints stay as they are.
@@ -126,7 +127,8 @@ class Supervisor:
         while running := self._running():
             # More signals may arrive in the meantime.
             for number in self.signals[forwarded:]:
-                self._send(running, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+                self._send(running, number if number in FORWARDED else signal.SIGTERM)
+                self._acknowledge(number, is_first=forwarded == 0)
                 forwarded += 1
             if not is_grace_shortened and not self._can_save():
                 deadline, is_grace_shortened = min(deadline, time.monotonic() + FAILURE_GRACE), True
@@ -184,12 +186,23 @@ class Supervisor:
         if self._exit_code(self._failed_ranks[0]) != EXIT_LOST:
             return self._failed_ranks[0]
         # A rank that died of a signal counts only if the signal was not ours.
-        ours = (-signal.SIGTERM, -signal.SIGKILL)
+        ours = (*(-number for number in self.signals), -signal.SIGTERM, -signal.SIGKILL)
         stopped = {rank for rank in self._failed_ranks[self._failed_before_stop :] if self._exit_code(rank) in ours}
         causes = [
             r for r in self._failed_ranks if self._exit_code(r) not in (EXIT_SAVED, EXIT_LOST) and r not in stopped
         ]
         return causes[0] if causes else self._failed_ranks[0]
+
+    def _acknowledge(self, number: signal.Signals, is_first: bool) -> None:
+        """Says at once what a signal does: a step and a save may take minutes."""
+        if self._is_broken() or (number != signal.SIGINT and (self.logs is None or not is_first)):
+            return
+        if not is_first:
+            print_at_once("quitting" if self.logs is None else "quitting without saving")
+        elif self.logs is None:
+            print_at_once("stopping; press Ctrl-C again to quit at once")
+        else:
+            print_at_once(stop_message(number, max(self._step(rank) for rank in self.processes)))
 
     def _failure(self, code: int, rank: int, description: str) -> LaunchResult:
         beat = self._heartbeat(rank)
@@ -233,9 +246,11 @@ class Supervisor:
 
     def _can_save(self) -> bool:
         """Whether workers get time to save: none has failed, a step has begun, and Ctrl-C was not pressed twice."""
-        is_broken = self._hang is not None or any(self._exit_code(rank) != EXIT_SAVED for rank in self._failed_ranks)
-        is_impatient = self.signals.count(signal.SIGINT) > 1
-        return not is_broken and not is_impatient and (not self.signals or self._has_trained())
+        is_impatient = signal.SIGINT in self.signals[1:]
+        return not self._is_broken() and not is_impatient and (not self.signals or self._has_trained())
+
+    def _is_broken(self) -> bool:
+        return self._hang is not None or any(self._exit_code(rank) != EXIT_SAVED for rank in self._failed_ranks)
 
     def _has_trained(self) -> bool:
         """Whether a step has begun. True without heartbeats, because it may have."""

@@ -26,9 +26,9 @@ from torchstone.models.execution import (
 )
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES, Family
-from torchstone.models.generate import generate
+from torchstone.models.generate import TokenSink, generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
-from torchstone.models.sizing import describe
+from torchstone.models.sizing import describe, parameter_count
 
 GENERATION_CONFIG = "generation_config.json"
 # Embeddings grow to a multiple of this, which matmul kernels prefer.
@@ -65,6 +65,11 @@ class Model(ABC):
     @abstractmethod
     def padding_idx(self, idx: int | None) -> None: ...
 
+    @property
+    @abstractmethod
+    def parameter_count(self) -> int:
+        """Of the whole model, whatever this rank holds of it."""
+
     @abstractmethod
     def describe(self) -> str: ...
 
@@ -88,8 +93,15 @@ class Model(ABC):
         stop_ids: Sequence[int] = (),
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        on_tokens: TokenSink | None = None,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy."""
+        """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy.
+
+        `on_tokens` gets the new token of each row after every step, -1 for a row that has ended. The fallback generates
+        one row at a time and passes that row's token alone.
+        """
 
     @property
     def decoder_config(self) -> DecoderConfig | None:
@@ -195,6 +207,10 @@ class NativeModel(Model):
                 name = "global_padding_idx" if hasattr(part.tok_embed, "global_padding_idx") else "padding_idx"
                 setattr(part.tok_embed, name, idx)
 
+    @property
+    def parameter_count(self) -> int:
+        return parameter_count(self.module.config)
+
     def describe(self) -> str:
         return f"{self.hf_config['model_type']}, native: {describe(self.module.config)}"
 
@@ -246,9 +262,12 @@ class FallbackModel(Model):
     def padding_idx(self, idx: int | None) -> None:
         self.module.hf.get_input_embeddings().padding_idx = idx
 
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
     def describe(self) -> str:
-        count = sum(parameter.numel() for parameter in self.module.parameters())
-        return f"{count / 1e6:.2f}M parameters, {type(self.module.hf).__name__} of Transformers"
+        return f"{self.parameter_count / 1e6:.2f}M parameters, {type(self.module.hf).__name__} of Transformers"
 
     def length_error(self, max_length: int) -> str | None:
         return self.module.length_error(max_length)

@@ -1,8 +1,8 @@
 """The console: a line per step or a progress bar on stderr, and a log file that gets everything.
 
-Every line of a run has a prefix such as `GPU2:INFO | ...`, so that grep finds the lines of a rank. A line is one write,
-so that lines of several ranks do not mix. rich is imported only for the progress bar. Neither a closed terminal nor a
-full disk under the log ends training.
+Every line of a run has a prefix such as `GPU2:INFO | ...` (`rank2:INFO | ...` without GPUs), so that grep finds the
+lines of a rank. A line is one write, so that lines of several ranks do not mix. rich is imported only for the progress
+bar. Neither a closed terminal nor a full disk under the log ends training.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torchstone import heartbeat
+from torchstone.terminal import escape_message, is_terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -40,11 +42,13 @@ def step_line(metrics: dict[str, Any], total: int | None, eta: str) -> str:
     return line if "val_loss" not in metrics else f"{line} | Validation loss: {metrics['val_loss']:.4f}"
 
 
-def bar_text(metrics: dict[str, Any], total: int | None, eta: str) -> str:
-    """The text beside the progress bar, short enough for 80 columns."""
+def bar_text(metrics: dict[str, Any], total: int | None, eta: str, val_loss: float | None) -> str:
+    """The text beside the progress bar: two lines, short enough for 80 columns."""
+    validation = "" if val_loss is None else f"  val loss {val_loss:.4f}"
     return (
         f"{metrics['step']}/{total or '-'}  loss {metrics['loss']:.4f}  norm {metrics['grad_norm']:.2f}  "
-        f"{metrics['tok_s']:,.0f} tok/s  ETA {eta}"
+        f"{metrics['tok_s']:,.0f} tok/s  ETA {eta}\n"
+        f"epoch {metrics['epoch']:.2f}  lr {metrics['lr']:.2e}  {metrics['memory'] / 2**30:.1f} GiB{validation}"
     )
 
 
@@ -54,17 +58,25 @@ def progress_text(done: int, total: int, seconds: float) -> str:
     return f"{100 * done / max(1, total):.0f} % of {total / 1e6:,.0f} MB, {speed / 1e6:,.1f} MB/s, ETA {eta}"
 
 
-def add_prefix(text: str, level: Level, label: int | None) -> str:
-    """`text` as it is printed: with the prefix of its rank on every line, if there is a label."""
+def count_text(done: int, total: int, seconds: float) -> str:
+    speed = done / max(seconds, 1e-9)
+    return f"{done:,} of {total:,}, {speed:,.1f}/s, ETA {format_time((total - done) / speed) if done else '-'}"
+
+
+def add_prefix(text: str, level: Level, label: str | None) -> str:
+    """`text` as it is printed: escaped, and with the prefix of its rank on every line, if there is a label such as
+    `GPU2`."""
+    text = escape_message(text)
     if label is None:
         return f"warning: {text}\n" if level == "WARNING" else f"{text}\n"
-    return "".join(f"GPU{label}:{level} | {line}\n" for line in text.rstrip("\n").split("\n"))
+    return "".join(f"{label}:{level} | {line}\n" for line in text.rstrip("\n").split("\n"))
 
 
 class Console:
     """Prints to `terminal` (by default stderr) in a style: `bar`, `lines`, `quiet` (warnings only) or `none`.
 
-    `label` is the number in the prefix of lines. `log`, an open file, gets every line, whatever the style.
+    `label` is the number in the prefix of lines, and `label_name` what it counts. `log`, an open file, gets every line,
+    whatever the style. With `log_opener` lines are kept in memory until `open_log` opens the log.
     """
 
     def __init__(
@@ -73,19 +85,35 @@ class Console:
         log_every: int = 1,
         *,
         label: int | None = None,
+        label_name: Literal["GPU", "rank"] = "GPU",
         terminal: TextIO | None = None,
         log: TextIO | None = None,
+        log_opener: Callable[[], TextIO] | None = None,
     ) -> None:
         self._terminal, self._log_file = terminal, log
-        self.style = ("bar" if _is_terminal(self.terminal) else "lines") if style == "auto" else style
-        self.log_every, self.label = log_every, label
+        self._log_opener, self._kept_lines = log_opener, list[str]()
+        if terminal is None and sys.stderr is None:
+            # It was closed when the process started.
+            style = "none"
+        self.style = ("bar" if is_terminal(self.terminal) else "lines") if style == "auto" else style
+        self.log_every = log_every
+        # In the prefix of every line, and in the lines of steps.
+        self.label = None if label is None else f"{label_name}{label}"
+        self._step_label = "" if label is None else f"[{label_name} {label}] "
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None
+        self._val_loss: float | None = None
 
     @property
     def terminal(self) -> TextIO:
         return self._terminal or sys.stderr
+
+    def log_only(self) -> Console:
+        """The same console without its terminal."""
+        console = copy(self)
+        console.style = "none"
+        return console
 
     def info(self, text: str) -> None:
         self.log(text, "INFO")
@@ -99,6 +127,8 @@ class Console:
 
     def log(self, text: str, level: Level = "INFO") -> None:
         """Writes to the log file only."""
+        if self._log_opener is not None:
+            self._kept_lines.append(add_prefix(text, level, self.label))
         if self._log_file is None:
             return
         try:
@@ -111,24 +141,37 @@ class Console:
             name = getattr(file, "name", "the log file")
             self.warn(f"cannot write to {name} ({error}); training continues without it")
 
+    def open_log(self) -> None:
+        """Opens the log and writes the lines that were kept in memory. Does nothing if it is open."""
+        if self._log_opener is not None:
+            self._log_file, self._log_opener = self._log_opener(), None
+            _write(self._log_file, "".join(self._kept_lines))
+            self._kept_lines.clear()
+
     def begin(self, total: int | None, done: int) -> None:
         self._total = total
         if self.style == "bar":
             self._bar = self._new_bar()
             self._bar.start()
-            self._task = self._bar.add_task("", total=total, completed=done, state="")
+            self._task = self._bar.add_task("", total=total, completed=done, state=f"computing step {done + 1}")
 
     @contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """For work of `total` bytes: yields update(bytes_done, note). Shows a bar, or a line every few seconds."""
+    def progress(
+        self, title: str, total: int, describe: Callable[[int, int, float], str] = progress_text
+    ) -> Iterator[Callable[[int, str], None]]:
+        """For work of `total` bytes (or of what `describe` counts): yields update(done, note). Shows a bar, or a line
+        every few seconds."""
         started = last_line = time.monotonic()
+
+        def state(done: int, note: str, now: float) -> str:
+            return ", ".join(filter(None, (describe(done, total, now - started), note)))
 
         def print_progress(done: int, note: str) -> None:
             nonlocal last_line
             now = time.monotonic()
             if now - last_line >= PROGRESS_SECONDS:
                 last_line = now
-                text = f"{title}: {progress_text(done, total, now - started)}, {note}"
+                text = f"{title}: {state(done, note, now)}"
                 self.log(text, "INFO")
                 if self.style == "lines":
                     self._print(text, "INFO")
@@ -140,8 +183,7 @@ class Console:
             task = bar.add_task("", total=total, state="")
 
             def update_bar(done: int, note: str) -> None:
-                state = f"{progress_text(done, total, time.monotonic() - started)}, {note}"
-                bar.update(task, completed=done, state=state)
+                bar.update(task, completed=done, state=escape_message(state(done, note, time.monotonic())))
                 print_progress(done, note)
 
             yield update_bar
@@ -149,10 +191,12 @@ class Console:
     def step(self, metrics: dict[str, Any], seconds_left: float | None = None) -> None:
         eta = "-" if seconds_left is None else format_time(seconds_left)
         text = step_line(metrics, self._total, eta)
-        labeled = text if self.label is None else f"[GPU {self.label}] {text}"
+        labeled = f"{self._step_label}{text}"
         self.log(labeled, "INFO")
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=metrics["step"], state=bar_text(metrics, self._total, eta))
+            self._val_loss = metrics.get("val_loss", self._val_loss)
+            state = bar_text(metrics, self._total, eta, self._val_loss)
+            self._bar.update(self._task, completed=metrics["step"], state=state)
             if "val_loss" in metrics:
                 self._print(text, "INFO")
         elif self.style == "lines" and self._is_printed(metrics):
@@ -186,10 +230,13 @@ class Console:
 
     def _new_bar(self, title: str = "") -> Progress:
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         screen = RichConsole(file=self._terminal, stderr=True, highlight=False, soft_wrap=True)
-        columns = [BarColumn(bar_width=16), TextColumn("{task.fields[state]}", markup=False)]
+        # The elapsed time ticks, so that a long first step does not look like a hang.
+        columns = [TimeElapsedColumn(), BarColumn(bar_width=12), TextColumn("{task.fields[state]}", markup=False)]
+        # A column formats its text with str.format.
+        title = escape_message(title).replace("{", "{{").replace("}", "}}")
         return Progress(*([TextColumn(title, markup=False)] if title else []), *columns, console=screen)
 
 
@@ -200,12 +247,5 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _is_terminal(stream: TextIO) -> bool:
-    try:
-        return stream.isatty()
-    except ValueError:
-        return False
-
-
 def _has_colors(stream: TextIO) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -12,8 +12,9 @@ def lr_at_step(step: int, total_steps: int | None, optim: OptimConfig) -> float:
 
     The first warm-up step has 1/warmup_steps of the peak, not zero; the last one has the peak.
     """
-    if step < optim.warmup_steps:
-        return optim.learning_rate * (step + 1) / optim.warmup_steps
+    warmup_steps = resolve_warmup_steps(total_steps, optim)
+    if step < warmup_steps:
+        return optim.learning_rate * (step + 1) / warmup_steps
     return optim.learning_rate * _decay_factor(step, total_steps, optim)
 
 
@@ -21,11 +22,16 @@ def schedule_warnings(total_steps: int | None, optim: OptimConfig) -> list[str]:
     """Warnings about the part of the schedule that a run of `total_steps` cuts off."""
     if total_steps is None:
         return []
-    if optim.warmup_steps >= total_steps > 1:
-        return [f"the run ends after {total_steps} steps, within optim.warmup_steps {optim.warmup_steps}"]
-    if optim.schedule == "wsd" and optim.warmup_steps + resolve_decay_steps(total_steps, optim) > total_steps:
+    warmup_steps = resolve_warmup_steps(total_steps, optim)
+    if warmup_steps >= total_steps > 1:
+        return [f"the run ends after {total_steps} steps, within its {warmup_steps} steps of warm-up"]
+    if optim.schedule == "wsd" and warmup_steps + resolve_decay_steps(total_steps, optim) > total_steps:
         return [f"the decay starts right after warm-up, because the run has only {total_steps} steps"]
     return []
+
+
+def resolve_warmup_steps(total_steps: int | None, optim: OptimConfig) -> int:
+    return optim.warmup_steps or math.ceil(optim.warmup_ratio * (total_steps or 0))
 
 
 def resolve_decay_steps(total_steps: int, optim: OptimConfig) -> int:
@@ -37,7 +43,7 @@ def _decay_factor(step: int, total_steps: int | None, optim: OptimConfig) -> flo
     if optim.schedule == "constant":
         return 1.0
     assert total_steps is not None
-    start = optim.warmup_steps
+    start = resolve_warmup_steps(total_steps, optim)
     if optim.schedule == "wsd":
         start = max(start, total_steps - resolve_decay_steps(total_steps, optim))
     progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))

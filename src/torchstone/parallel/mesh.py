@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchstone import heartbeat
 from torchstone.config.schema import ParallelConfig
 from torchstone.errors import UsageError, WorkerError
+from torchstone.launch.rendezvous import LOOPBACK, interface_variables
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 # How long a collective may take: one rank may still read a large model from a slow disk.
@@ -124,13 +125,17 @@ class ParallelContext:
         return values
 
     def all_reduce_max(self, value: int) -> int:
+        return self.all_reduce_max_each([value])[0]
+
+    def all_reduce_max_each(self, values: list[int]) -> list[int]:
+        """The largest of every value over all ranks, in one all-reduce."""
         if self.mesh is None:
-            return value
+            return values
         # On the CPU, so that no rank waits for its device.
-        tensor = torch.tensor([value])
+        tensor = torch.tensor(values)
         with heartbeat.waiting_for_ranks():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor.item())
+        return [int(value) for value in tensor.tolist()]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value in rank order. Values are pickled, so keep them small."""
@@ -217,7 +222,10 @@ def local_rank() -> int:
 def _init_process_group(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank, store = 0, dist.HashStore()
-    if world_size > 1:
+    if world_size == 1:
+        # A group of one talks to nobody, but gloo opens a port at the address of the machine's name.
+        os.environ |= interface_variables(LOOPBACK, "GLOO_SOCKET_IFNAME")
+    else:
         rank, store = int(os.environ["RANK"]), _open_store(join_timeout)
         store = dist.PrefixStore(_agree_on_prefix(store, rank, world_size, join_timeout), store)
         store.set_timeout(timeout)

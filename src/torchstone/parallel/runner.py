@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchstone.config.schema import ParallelConfig
@@ -76,6 +77,20 @@ class Runner:
             for batch in batches:
                 total += micro_batch_loss(self.model.module, *self._inputs(batch))
         return self._own_share(total)
+
+    @torch.no_grad()
+    def greedy_tokens(self, ids_BT: Tensor, positions_BT: Tensor, last_B: Tensor) -> list[int]:
+        """The most likely token after position `last_B` of each row. All ranks call it with the same rows.
+
+        Not for pipelines, whose stages return losses.
+        """
+        # Rows of a new shape would be compiled.
+        with torch.compiler.set_stance("force_eager"):
+            logits_BTV = self.model.module(ids_BT.to(self.device), positions_BT.to(self.device))
+        if isinstance(logits_BTV, DTensor):
+            logits_BTV = logits_BTV.full_tensor()
+        rows = torch.arange(len(ids_BT), device=self.device)
+        return logits_BTV[rows, last_B.to(self.device)].argmax(dim=-1).tolist()
 
     def reshard(self) -> None:
         """Call it after `forward`, which leaves some parameters gathered: the optimizer updates only the shards."""

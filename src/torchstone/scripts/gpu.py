@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from torchstone import heartbeat
 from torchstone.config.load import ConfigLayers, extract_config_flags, read_config_layers, resolve
 from torchstone.config.schema import Config, Purpose
 from torchstone.errors import UsageError
+from torchstone.heartbeat import print_line
 from torchstone.launch import gpus
 from torchstone.scripts import exit_on_error, extract_script_flags
 
@@ -128,7 +130,7 @@ def select_one_gpu(config: Config) -> Config:
     variables, lines = one_gpu_environment(os.environ, config.system.device_id)
     os.environ.update(variables)
     for line in lines:
-        sys.stderr.write(f"{line}\n")
+        print_line(line)
     # The only visible GPU needs no index; but a MIG slice is not found without one.
     is_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
     return replace(config, system=replace(config.system, device_id=0 if is_slice else None))
@@ -138,7 +140,7 @@ def ignore_device_id(config: Config) -> Config:
     """Removes system.device_id, with a warning: it has no meaning for one process per GPU."""
     if config.system.device_id is None:
         return config
-    sys.stderr.write(f"warning: ignoring system.device_id {config.system.device_id}, which is for a single process\n")
+    print_line(f"warning: ignoring system.device_id {config.system.device_id}, which is for a single process")
     return replace(config, system=replace(config.system, device_id=None))
 
 
@@ -178,7 +180,7 @@ def _launch_args(args: ScriptArgs) -> list[str]:
     if not devices:
         return ["--nproc", nproc or "1"]
     if nproc is not None:
-        sys.stderr.write(f"warning: ignoring NPROC, which is for machines without GPUs; using {len(devices)} GPUs\n")
+        print_line(f"warning: ignoring NPROC, which is for machines without GPUs; using {len(devices)} GPUs")
     return ["--gpus", "all"]
 
 
@@ -223,6 +225,7 @@ def _run(
 
 def _own_args(script: str, description: str, command: str) -> ScriptArgs:
     """The arguments of this process; prints the help and exits if they ask for it."""
+    heartbeat.open_standard_streams()
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         sys.stdout.write(HELP.format(script=script, description=description, command=command))
         sys.exit(0)

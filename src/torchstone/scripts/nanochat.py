@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchstone import heartbeat
 from torchstone.config.files import read_config_file
 from torchstone.config.load import ConfigLayers, resolve
 from torchstone.config.schema import DEFAULT_TEXT_ROWS, Config, DataConfig
 from torchstone.errors import UsageError
+from torchstone.heartbeat import print_line
 from torchstone.scripts import exit_on_error, extract_script_flags
 
 RUNS = Path("runs")
@@ -55,6 +57,7 @@ class TrainingScript:
 def run_script(script: TrainingScript) -> None:
     """Runs the command line of this process, and exits as `torchstone` does."""
     args = sys.argv[1:]
+    heartbeat.open_standard_streams()
     if "--help" in args or "-h" in args:
         sys.stdout.write(help_text(script))
         return
@@ -94,18 +97,22 @@ def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Config
     config = resolve(layers, "train", defaults, f"the defaults of {script.name}")
     warning = script.check(config)
     if warning:
-        sys.stderr.write(f"warning: {warning}\n")
+        print_line(f"warning: {warning}")
     return config
 
 
 def check_rows_per_device(config: Config) -> str | None:
     """A warning if a device gets more rows than in pretraining: only that number is known to fit."""
     path = Path(str(config.model.path)) / "config.json"
-    training = read_config_file(path).values.get("training") if path.is_file() else None
+    try:
+        training = read_config_file(path).values.get("training") if path.is_file() else None
+    except UsageError as error:
+        return f"{error.message}: how many rows fit in memory is unknown"
     if not isinstance(training, dict):
         # A model that is not a run does not say how it was trained.
         return None
-    rows, previous = config.training.batch_size, training.get("batch_size") or DEFAULT_TEXT_ROWS
+    rows, previous = config.training.batch_size, training.get("batch_size")
+    previous = previous if isinstance(previous, int) else DEFAULT_TEXT_ROWS
     if (rows or DEFAULT_TEXT_ROWS) <= previous:
         return None
     source = f"--device-batch-size {rows}" if rows else f"the default of {DEFAULT_TEXT_ROWS} rows per device"
@@ -180,7 +187,7 @@ def _previous_model(script: TrainingScript, flags: dict[str, str], layers: Confi
         )
     folder, reason = _previous_run(script, _positive_int("--depth", flags["depth"]) if "depth" in flags else None)
     if values.get("observe.console") != "quiet":
-        sys.stderr.write(f"{script.name}: starting from {folder}, {reason}\n")
+        print_line(f"{script.name}: starting from {folder}, {reason}")
     return {"model.path": str(folder)}
 
 

@@ -1,33 +1,63 @@
-"""The loss of a model over a data file and, if the rows are conversations, the exact-match accuracy."""
+"""The loss of a model over a data file and, if the rows are conversations, the exact-match accuracy.
+
+`bits_per_byte` is the loss sum of all loss tokens in bits, divided by the UTF-8 bytes of the text of these tokens. So
+it does not depend on the tokenizer, unlike the loss and the perplexity per token. Special tokens (the end of a document
+or of a turn) have no bytes, but their loss counts. What has no loss counts in neither: the first token of a document,
+and in a conversation everything but the answers.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchstone.config.schema import Config
-from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat, read_conversation
-from torchstone.data.loader import load_data
-from torchstone.data.sources import read_rows
+from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX, Message, RowFormat, read_conversation
+from torchstone.data.loader import RunData, StepBatch, load_data
+from torchstone.data.sources import BadRow, Row, find_files, parse_rows, read_chunks
 from torchstone.data.tokenize import Tokenizer
-from torchstone.errors import NumericalError
+from torchstone.errors import NumericalError, UsageError
 from torchstone.models.model import Model
-from torchstone.observe.console import Console
+from torchstone.observe.console import Console, count_text
 from torchstone.parallel.runner import Runner
 from torchstone.training.step import validation_loss
 
 GENERATION_BATCH = 64
-MAX_EXAMPLES = 8
+# Right answers among the examples, and wrong ones.
+MAX_EXAMPLES = 4
 
 
 class Question(NamedTuple):
-    """The messages before an answer, and the tools it may call."""
+    """The messages before an answer, the tools it may call, and the answer of the data."""
 
     messages: list[Message]
-    tools: list[Any] | None = None
+    tools: list[Any] | None
+    expected: str
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How questions are answered: how many (None: all), in at most how many tokens (None: enough for the longest
+    expected answer), and the pattern that extracts from an answer what is compared."""
+
+    max_questions: int | None = None
+    max_new_tokens: int | None = None
+    extract: str | None = None
+
+    def pattern(self) -> re.Pattern[str] | None:
+        if self.extract is None:
+            return None
+        try:
+            return re.compile(self.extract)
+        except re.error as error:
+            raise UsageError(f"--extract {self.extract!r} is not a regular expression: {error}") from None
 
 
 def evaluate_file(
@@ -36,61 +66,158 @@ def evaluate_file(
     config: Config,
     path: str,
     device: torch.device,
-    max_questions: int | None,
+    options: AnswerOptions,
     console: Console,
 ) -> dict[str, Any]:
-    """`loss` per token over `tokens`, and for conversations the `exact_match` over at most `max_questions` rows."""
+    """`loss` per token over `tokens`, and for conversations the `exact_match` over the answered rows."""
+    options.pattern()
     data = load_data(config, tokenizer, [path], None, console)
-    samples = np.arange(len(data.train))
-    size = data.batch_sizes.global_batch_size
-    batches = (data.step_batch(data.train, samples[at : at + size], at) for at in range(0, len(samples), size))
-    loss, tokens = validation_loss(Runner(model, device, data.packed), batches)
+    num_bytes = 0
+
+    def count_bytes(batch: StepBatch) -> None:
+        nonlocal num_bytes
+        for micro_batch in batch.micro_batches:
+            labels = micro_batch.labels[micro_batch.labels != IGNORE_INDEX]
+            num_bytes += int(tokenizer.token_bytes[labels.numpy()].sum())
+
+    with console.progress("computing the loss", len(data.train), count_text) as update:
+        batches = _batches(data, count_bytes, update)
+        loss, tokens = validation_loss(Runner(model, device, data.packed), batches)
     if not math.isfinite(loss):
         raise NumericalError(f"{path}: the loss is {loss}", "the model's weights have NaN or overflow")
-    results: dict[str, Any] = {"data": path, "loss": loss, "tokens": tokens, "samples": len(samples)}
+    results: dict[str, Any] = {"data": path, "loss": loss, "perplexity": _perplexity(loss)}
+    results |= {"bits_per_byte": loss * tokens / math.log(2) / num_bytes if num_bytes else None}
+    results |= {"tokens": tokens, "bytes": num_bytes, "samples": len(data.train)}
     results["dropped_rows"] = data.counts.dropped
     (row_format,) = data.formats
-    if row_format in CHAT_FORMATS and max_questions != 0:
-        results |= exact_match(model, tokenizer, path, row_format, max_questions)
+    if row_format in CHAT_FORMATS and options.max_questions != 0:
+        columns = next(iter(config.data.columns), {})
+        questions = read_questions(path, row_format, options.max_questions, config.data.max_samples, columns)
+        results |= exact_match(model, tokenizer, questions, options, console)
     return results
 
 
+def _batches(
+    data: RunData, count_bytes: Callable[[StepBatch], None], update: Callable[[int, str], None]
+) -> Iterator[StepBatch]:
+    samples, size = np.arange(len(data.train)), data.batch_sizes.global_batch_size
+    for start in range(0, len(samples), size):
+        batch = data.step_batch(data.train, samples[start : start + size], start)
+        count_bytes(batch)
+        yield batch
+        update(min(start + size, len(samples)), "")
+
+
 def exact_match(
-    model: Model, tokenizer: Tokenizer, path: str, row_format: RowFormat, max_questions: int | None
+    model: Model,
+    tokenizer: Tokenizer,
+    questions: list[Question],
+    options: AnswerOptions,
+    console: Console,
 ) -> dict[str, Any]:
-    """Generates a greedy answer to each row without its last message, and compares it with that message."""
-    questions, expected = list[Question](), list[str]()
-    for row in read_rows(path):
-        conversation = read_conversation(row, row_format)
+    """Generates a greedy answer to each question, and compares it with the expected one.
+
+    With a pattern, its first match in the answer is compared with its first match in the expected one.
+    """
+    pattern, expected = options.pattern(), [question.expected for question in questions]
+    targets = [_extract(text, pattern) for text in expected]
+    if pattern is not None and expected and not any(target is not None for target in targets):
+        raise UsageError(
+            f"--extract {pattern.pattern!r} matches none of the {len(expected)} expected answers",
+            f"the first one ends with {expected[0][-60:]!r}",
+        )
+    # Enough for the longest answer and its stop token, so that a longer wrong answer is not cut to a correct one.
+    longest = max((len(tokenizer.encode(text)) for text in expected), default=0)
+    answers = generate_answers(model, tokenizer, questions, options.max_new_tokens or 4 + longest, console)
+    found = [_extract(text, pattern) for text in answers]
+    is_right = [a is not None and a == b for a, b in zip(found, targets, strict=True)]
+    examples = [
+        {"question": question.messages[-1].get("content") or "", "answer": answer, "wanted": wanted, "right": right}
+        | ({} if pattern is None else {"extracted": text})
+        for question, answer, wanted, right, text in zip(questions, answers, expected, is_right, found, strict=True)
+    ]
+    right, wrong = ([e for e in examples if e["right"] == value][:MAX_EXAMPLES] for value in (True, False))
+    result: dict[str, Any] = {"exact_match": sum(is_right) / max(1, len(is_right)), "questions": len(questions)}
+    if pattern is not None:
+        # What the pattern does not find is a wrong answer.
+        result |= {"answers_without_match": found.count(None), "expected_without_match": targets.count(None)}
+    return result | {"examples": right + wrong}
+
+
+def generate_answers(
+    model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int, console: Console
+) -> list[str]:
+    """The greedy answers. A question that fills the model's context has an empty one."""
+    prompts = [tokenizer.encode(tokenizer.template.render_prompt(q.messages, q.tools)) for q in questions]
+    indices = [i for i, prompt in enumerate(prompts) if model.length_error(len(prompt) + 1) is None]
+    if len(indices) < len(prompts):
+        left_out = len(prompts) - len(indices)
+        console.warn(f"{left_out} of {len(prompts)} questions fill the model's context: they count as wrong")
+    was_training = model.module.training
+    model.train(False)
+    answers = [""] * len(prompts)
+    # The fallback generates one prompt at a time.
+    size = GENERATION_BATCH if model.implementation == "native" else 1
+    with console.progress("answering questions", len(indices), count_text) as update:
+        for start in range(0, len(indices), size):
+            batch, steps = indices[start : start + size], count(1)
+
+            def report(_: list[int], start: int = start, steps: Iterator[int] = steps) -> None:
+                update(start, f"token {next(steps)}")
+
+            ids = model.generate(
+                [prompts[i] for i in batch],
+                _room(model, prompts[batch[0]], max_new_tokens) if size == 1 else max_new_tokens,
+                tokenizer.stop_ids,
+                on_tokens=report,
+            )
+            for index, row in zip(batch, ids, strict=True):
+                answers[index] = tokenizer.decode(row)
+            update(start + len(batch), "")
+    model.train(was_training)
+    return answers
+
+
+def _room(model: Model, prompt: list[int], max_new_tokens: int) -> int:
+    """At most `max_new_tokens`, if the model has positions for them."""
+    if model.max_positions is None or model.length_error(len(prompt) + max_new_tokens) is None:
+        return max_new_tokens
+    return max(1, model.max_positions - len(prompt))
+
+
+def read_questions(
+    path: str, row_format: RowFormat, limit: int | None, max_rows: int | None, columns: Mapping[Any, str]
+) -> list[Question]:
+    """The first `limit` rows that end with an answer. Bad rows were counted, or refused, when the loss was computed."""
+    questions: list[Question] = []
+    rows = (row for chunk in read_chunks(find_files(path), columns=columns) for row in parse_rows(chunk, columns))
+    for row in islice(rows, max_rows):
+        if len(questions) == limit:
+            break
+        try:
+            conversation = read_conversation(_good(row), row_format)
+        except BadRow:
+            continue
         *context, last = conversation.messages
         # A tool call has no text to compare.
         if last["role"] == "assistant" and last.get("content"):
-            questions.append(Question(context, conversation.tools))
-            expected.append(last["content"])
-        if max_questions is not None and len(questions) == max_questions:
-            break
-    # Enough for the longest answer and its stop token, so that a longer wrong answer is not cut to a correct one.
-    max_new_tokens = 4 + max((len(tokenizer.encode(text)) for text in expected), default=0)
-    answers = generate_answers(model, tokenizer, questions, max_new_tokens)
-    matches = [text.strip() == target.strip() for text, target in zip(answers, expected, strict=True)]
-    examples = [
-        {"question": question.messages[-1].get("content") or "", "answer": text, "wanted": target}
-        for question, text, target in zip(questions, answers, expected, strict=True)
-    ]
-    return {
-        "exact_match": sum(matches) / max(1, len(matches)),
-        "questions": len(matches),
-        "examples": examples[:MAX_EXAMPLES],
-    }
+            questions.append(Question(context, conversation.tools, last["content"]))
+    return questions
 
 
-def generate_answers(model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int) -> list[str]:
-    prompts = [tokenizer.encode(tokenizer.template.render_prompt(q.messages, q.tools)) for q in questions]
-    was_training = model.module.training
-    model.module.eval()
-    answers = []
-    for start in range(0, len(prompts), GENERATION_BATCH):
-        batch = prompts[start : start + GENERATION_BATCH]
-        answers += [tokenizer.decode(ids) for ids in model.generate(batch, max_new_tokens, tokenizer.stop_ids)]
-    model.module.train(was_training)
-    return answers
+def _good(row: Row | BadRow) -> Row:
+    if isinstance(row, BadRow):
+        raise row
+    return row
+
+
+def _extract(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """What is compared: the pattern's first group, or else its whole match; None if it does not match."""
+    if pattern is None:
+        return text.strip()
+    match = pattern.search(text)
+    return None if match is None else (match[1 if pattern.groups else 0] or "").strip()
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

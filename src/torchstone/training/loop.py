@@ -1,8 +1,8 @@
 """The training loop: steps to the end of the run, and between them validation, metrics and checkpoints.
 
-After every step, in this order: callbacks, validation if due, the line in metrics.jsonl, the checkpoint if due. So a
-checkpoint is never ahead of the metrics. If a run is killed, metrics.jsonl may have lines after the last checkpoint;
-resuming removes them.
+After every step, in this order: callbacks, validation if due, the line in metrics.jsonl, samples of text if due, the
+checkpoint if due. So a checkpoint is never ahead of the metrics, which are synced before it is committed. If a run is
+killed, metrics.jsonl may have lines after the last checkpoint; resuming removes them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import checkpoint_name
-from torchstone.checkpoint.save import mark_best, prune_checkpoints, save_checkpoint
+from torchstone.checkpoint.save import BEST_FILE, best_step, mark_best, prune_checkpoints, save_checkpoint
 from torchstone.config.schema import Config
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.tokenize import Tokenizer
@@ -28,11 +29,12 @@ from torchstone.heartbeat import report_phase
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.eta import EtaEstimator
-from torchstone.observe.metrics import MetricsFile, memory_bytes
+from torchstone.observe.metrics import MetricsFile, format_steps, memory_bytes
 from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
-from torchstone.training.checks import translate_out_of_memory
+from torchstone.training.checks import check_saved_state, translate_out_of_memory
+from torchstone.training.sample_text import Prompt, write_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
@@ -58,6 +60,15 @@ class Run:
     checkpoint: Path | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
+    # What the model continues every observe.sample_every_steps steps.
+    sample_prompts: list[Prompt] = field(default_factory=list)
+    # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
+    resumed_from: Path | None = field(init=False)
+    # When training began or the last checkpoint was saved, by the monotonic clock.
+    saved_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.resumed_from = self.checkpoint
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +87,18 @@ class Run:
     def epoch(self) -> float:
         return self.progress.samples / len(self.data.train)
 
+    @property
+    def early_stop_reason(self) -> str | None:
+        return self.schedule.early_stop_reason(self.progress)
+
     def stop(self, reason: str) -> None:
         self.stop_request.stop(reason)
+
+    def request_save_if_due(self) -> None:
+        """By the clock of rank 0; `sync_stop_request` tells the other ranks, so that all save after the same step."""
+        seconds = self.schedule.checkpoint.every_seconds
+        is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
+        self.stop_request.local_save = self.ctx.is_main and is_due
 
     def sync_stop_request(self) -> bool:
         """Makes `stop_request` the same on all ranks, which must call it at the same point; returns whether to stop."""
@@ -89,11 +110,14 @@ class Run:
         if schedule.total_steps is None:
             return None
         samples = schedule.end(progress)[1] - progress.samples
-        return self.eta.seconds_left(
-            samples * progress.tokens / max(1, progress.samples),
-            schedule.count_left(schedule.validation, progress),
-            schedule.count_left(schedule.checkpoint, progress),
-        )
+        tokens = samples * progress.tokens / max(1, progress.samples)
+        validations = schedule.count_left(schedule.validation, progress)
+        seconds = self.eta.seconds_left(tokens, validations, saves=0)
+        if seconds is None:
+            return None
+        since_save = time.monotonic() - self.saved_at
+        saves = schedule.count_left(schedule.checkpoint, progress, since_save + seconds)
+        return self.eta.seconds_left(tokens, validations, saves)
 
 
 class Callback:
@@ -112,7 +136,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: its last step, checkpoint and losses, and why a callback stopped it."""
+    """How a run ended: its last step, checkpoint and losses, and why a callback or training.patience stopped it."""
 
     step: int
     checkpoint: Path | None
@@ -138,6 +162,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
                 break
             step = progress.step + 1
             report_phase(f"computing step {step}", step)
+            run.stop_request.step = step
             lr = lr_at_step(progress.step, schedule.total_steps, optim)
             result = compute_gradients(run.runner, batch, step)
             optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
@@ -149,6 +174,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             for callback in callbacks:
                 callback.on_step(run, metrics)
             report_phase(f"waiting for the other ranks after step {step}")
+            run.request_save_if_due()
             run.sync_stop_request()
             run.eta.add_step(time.perf_counter() - start_time, batch.tokens)
             _validate_log_save(run, callbacks, metrics_file, metrics)
@@ -156,20 +182,18 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             report_phase(f"waiting for the batch of step {step + 1}")
         run.sync_stop_request()
         if run.stop_request.signal is not None:
-            _save_and_raise(run, callbacks)
+            _save_and_raise(run, callbacks, metrics_file)
     for callback in callbacks:
         callback.on_end(run)
-    return TrainResult(
-        progress.step, run.checkpoint, metrics.get("loss"), metrics.get("val_loss"), run.stop_request.reason
-    )
+    stopped = run.stop_request.reason or run.early_stop_reason
+    return TrainResult(progress.step, run.checkpoint, metrics.get("loss"), metrics.get("val_loss"), stopped)
 
 
 @contextmanager
 def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[MetricsFile]:
-    metrics_file = MetricsFile(run.output_dir / "metrics.jsonl", run.progress.step, is_writer=run.ctx.is_main)
-    if metrics_file.removed_lines:
-        run.console.info(f"metrics.jsonl: removed {metrics_file.removed_lines} lines after step {run.progress.step}")
+    metrics_file = _open_metrics(run)
     run.model.train()
+    run.saved_at = time.monotonic()
     run.console.begin(run.schedule.total_steps, run.progress.step)
     for callback in callbacks:
         callback.on_start(run)
@@ -182,10 +206,25 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
         metrics_file.close()
 
 
+def _open_metrics(run: Run) -> MetricsFile:
+    path, last_step = run.output_dir / "metrics.jsonl", run.progress.last_logged_step
+    file = MetricsFile(path, last_step, run.ctx.is_main, run.checkpoint_info.get("metrics_start", 0) + 1)
+    if file.removed_lines:
+        run.console.info(f"metrics.jsonl: removed {file.removed_lines} lines after step {last_step}")
+    if file.moved_to is not None:
+        run.console.info(f"metrics.jsonl of an earlier attempt is now {file.moved_to}")
+    if file.missing_steps:
+        run.console.warn(
+            f"{path} lacks steps {format_steps(file.missing_steps)}, but the run resumes after step {last_step}: these "
+            "lines are lost"
+        )
+    return file
+
+
 def _validate_log_save(
     run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile, metrics: dict[str, Any]
 ) -> None:
-    """After a step: validates if due, writes the metrics line, saves a checkpoint if due."""
+    """After a step: validates if due, writes the metrics line, samples text and saves a checkpoint if due."""
     schedule, progress, step_samples = run.schedule, run.progress, metrics["samples"]
     if run.data.validation is not None and schedule.is_due(
         schedule.validation, progress, step_samples, _is_final_step(run)
@@ -196,11 +235,32 @@ def _validate_log_save(
         except ValidationInterruptedError:
             progress.pending_metrics = metrics
             return
+    if run.early_stop_reason is not None:
+        metrics["stopped"] = run.early_stop_reason
     metrics_file.write(metrics)
     run.console.step(metrics, run.eta_seconds())
+    _log_samples(run)
+    if run.early_stop_reason is not None:
+        run.console.info(f"stopping early: {run.early_stop_reason}")
     is_best = run.config.checkpoint.save_best and progress.best_step == progress.step
-    if is_best or schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run)):
-        _save_checkpoint(run, callbacks)
+    is_due = schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run))
+    if is_due or is_best or run.stop_request.save:
+        _save_checkpoint(run, callbacks, metrics_file)
+
+
+def _log_samples(run: Run) -> None:
+    """Lets the model continue its prompts, if due. Nothing of the training state changes."""
+    every, step = run.config.observe.sample_every_steps, run.progress.step
+    if every is None or step % every:
+        return
+    report_phase(f"sampling text after step {step}")
+    texts = write_samples(run.runner, run.tokenizer, run.sample_prompts, run.config.observe.sample_tokens)
+    # Removes the samples of this step and later ones, which a run that was killed may have left.
+    file = MetricsFile(run.output_dir / "samples.jsonl", step - 1, run.ctx.is_main, first_step=step)
+    for prompt, text in zip(run.sample_prompts, texts, strict=True):
+        file.write({"step": step, "prompt": prompt.text, "text": text})
+        run.console.info(f"sample after step {step}: {prompt.text!r} -> {text!r}")
+    file.close()
 
 
 def _is_final_step(run: Run) -> bool:
@@ -252,37 +312,50 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
             f"the validation loss after step {run.progress.step} is {loss}",
             "resume from an earlier checkpoint with a lower --optim.learning_rate",
         )
-    if run.progress.best_loss is None or loss < run.progress.best_loss:
-        run.progress.best_loss, run.progress.best_step = loss, run.progress.step
+    run.progress.count_validation(loss)
     for callback in callbacks:
         callback.on_validation(run, loss)
     run.eta.add_validation(time.perf_counter() - start_time)
     return loss
 
 
-def _save_checkpoint(run: Run, callbacks: Sequence[Callback]) -> None:
+def _save_checkpoint(run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> None:
     start_time, root, step = time.perf_counter(), run.output_dir / CHECKPOINTS, run.progress.step
     report_phase(f"saving step {step}")
-    state = run.progress.to_dict() | run.checkpoint_info
+    # A checkpoint on the disk must not be ahead of the metrics there.
+    metrics_file.sync()
+    check_saved_state(step, run.runner, run.optimizer, run.checkpoint)
+    is_complete = run.schedule.is_done(run.progress) and run.progress.pending_metrics is None
+    state = run.progress.to_dict() | run.checkpoint_info | {"is_complete": is_complete}
     run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, run.ctx)
     mark_best_checkpoint(run)
-    removed = prune_checkpoints(root, run.config.checkpoint.keep_last) if run.ctx.is_main else []
+    keep_last, protected = run.config.checkpoint.keep_last, (run.checkpoint, run.resumed_from)
+    removed = prune_checkpoints(root, keep_last, protected, run.console.warn) if run.ctx.is_main else []
     run.console.info(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
     for callback in callbacks:
         callback.on_checkpoint(run, run.checkpoint)
     run.eta.add_save(time.perf_counter() - start_time)
+    run.saved_at, run.stop_request.local_save, run.stop_request.save = time.monotonic(), False, False
 
 
 def mark_best_checkpoint(run: Run) -> None:
-    """Marks the best checkpoint. A resumed run does it too: the previous process may have been killed before that."""
-    root, progress = run.output_dir / CHECKPOINTS, run.progress
-    if not run.config.checkpoint.save_best or progress.best_step is None or progress.best_loss is None:
+    """Marks the best checkpoint, unless it is marked already.
+
+    A resumed run does it too: the previous process may have been killed before that, or best.json may be damaged.
+    """
+    root, step, loss = run.output_dir / CHECKPOINTS, run.progress.best_step, run.progress.best_loss
+    if not run.ctx.is_main or step is None or loss is None or not (root / checkpoint_name(step)).is_dir():
         return
-    if run.ctx.is_main and (root / checkpoint_name(progress.best_step)).is_dir():
-        mark_best(root, progress.best_step, progress.best_loss)
+    is_damaged = (root / BEST_FILE).exists() and best_step(root, run.console.warn) is None
+    is_marked = read_json_or_empty(root / BEST_FILE) == {"step": step, "val_loss": loss}
+    if (run.config.checkpoint.save_best or is_damaged) and not is_marked:
+        try:
+            mark_best(root, step, loss)
+        except OSError as error:
+            run.console.warn(f"{root / BEST_FILE} could not be written: {error}")
 
 
-def _save_and_raise(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
+def _save_and_raise(run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> NoReturn:
     signal, progress = run.stop_request.signal, run.progress
     assert signal is not None
     if progress.step == 0:
@@ -291,7 +364,7 @@ def _save_and_raise(run: Run, callbacks: Sequence[Callback]) -> NoReturn:
         )
     is_saved = run.checkpoint is not None and run.checkpoint.name == checkpoint_name(progress.step)
     if not is_saved or progress.pending_metrics is not None:
-        _save_checkpoint(run, callbacks)
+        _save_checkpoint(run, callbacks, metrics_file)
     how_to_resume = "the same command" if run.config.checkpoint.resume != "never" else "--checkpoint.resume auto"
     raise StoppedBySignal(
         f"stopped by {signal.name} after step {progress.step}, saved in {run.checkpoint}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sys
@@ -13,8 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from torchstone import heartbeat
-from torchstone.checkpoint.manifest import read_json, write_json
+from torchstone.atomic import lock_run_folder, read_json_or_empty
+from torchstone.checkpoint.load import CHECKPOINTS
+from torchstone.checkpoint.manifest import list_checkpoints, read_json, write_json
+from torchstone.checkpoint.save import STATE_FILE
 from torchstone.config.load import to_dict
 from torchstone.config.schema import Config
 from torchstone.data.loader import RunData
@@ -23,6 +27,7 @@ from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 LOGS = "logs"
+CPU = torch.device("cpu")
 DATA_CHANGED = (
     "the samples are not the same (data files, tokenizer, chat template, loss mask, data.context_length, "
     "data.max_samples, data.text_packing or data.weights)"
@@ -31,49 +36,57 @@ DATA_CHANGED = (
 
 @contextmanager
 def lock_output_dir(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[None]:
-    """Rank 0 holds the lock; a second run in the same folder is refused on all ranks."""
-    folder, error = Path(config.output_dir), None
+    """The launcher or rank 0 holds the lock; a second run in the same folder is refused on all ranks."""
+    error = None
     with ExitStack() as stack:
-        if ctx.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / ".lock").open("a"))
+        if ctx.is_main and not heartbeat.has_launcher_lock():
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                error = UsageError(f"another process is training in {folder}", "choose another --output-dir")
+                stack.enter_context(lock_run_folder(Path(config.output_dir)))
+            except UsageError as refusal:
+                error = refusal
         ctx.raise_on_all_ranks(error)
         yield
 
 
 @contextmanager
-def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[Console]:
-    """The console of this rank: on the terminal for rank 0 or with observe.ranks all, and always in its log."""
+def open_console(
+    config: Config, ctx: ParallelContext = SINGLE_PROCESS, device: torch.device = CPU
+) -> Iterator[Console]:
+    """The console of this rank: on the terminal for rank 0 or with observe.ranks all, and always in its log.
+
+    A run that is complete writes nothing into its folder. So if it may be, its log is opened when training begins.
+    """
     observe = config.observe
     is_shown = ctx.is_main or observe.ranks == "all"
     # Several ranks cannot share a progress bar.
     style = "lines" if observe.ranks == "all" and observe.console in ("auto", "bar") else observe.console
     with ExitStack() as stack:
-        if heartbeat.has_launcher():
-            # stderr of a launched worker already goes to its log.
-            log: TextIO = sys.stderr
-        else:
+
+        def open_log() -> TextIO:
+            if heartbeat.has_launcher():
+                # stderr of a launched worker already goes to its log.
+                return sys.stderr
             path = heartbeat.log_file(Path(config.output_dir) / LOGS, ctx.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context(path.open("a", buffering=1, encoding="utf-8"))
-        # The GPU number from the launcher, otherwise the rank.
+            return stack.enter_context(path.open("a", buffering=1, encoding="utf-8"))
+
+        # The GPU number from the launcher or the user, otherwise the rank.
         number = os.environ.get("GPU_RANK", "")
-        label = int(number) if number.isdecimal() else ctx.rank
         console = Console(
             style if is_shown else "none",
             observe.log_every_steps,
-            label=label,
+            label=int(number) if number.isdecimal() else ctx.rank,
+            label_name="GPU" if number.isdecimal() or device.type == "cuda" else "rank",
             terminal=heartbeat.terminal(),
-            log=log,
+            log_opener=open_log,
         )
+        if not _may_be_complete(config):
+            console.open_log()
         console.log(f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}, process {os.getpid()}")
         try:
             yield console
         except BaseException as error:
+            console.open_log()
             if not heartbeat.has_launcher():
                 is_ours = isinstance(error, TorchstoneError)
                 text = str(error) if is_ours else "".join(traceback.format_exception(error))
@@ -81,15 +94,32 @@ def open_console(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Itera
             raise
 
 
-def save_config(config: Config, is_resumed: bool, console: Console) -> None:
-    """Writes config.json, and warns about settings that changed since the run started."""
-    path = Path(config.output_dir) / "config.json"
-    if is_resumed and path.is_file():
-        # The observe section does not change the run.
-        old, new = ({k: v for k, v in each.items() if k != "observe"} for each in (read_json(path), to_dict(config)))
-        for line in _differences(old, new):
+def _may_be_complete(config: Config) -> bool:
+    """Whether the newest checkpoint is the last one of a run; the config may have a later end."""
+    checkpoints = list_checkpoints(Path(config.output_dir) / CHECKPOINTS)
+    return bool(checkpoints) and read_json_or_empty(checkpoints[-1][1] / STATE_FILE).get("is_complete", True)
+
+
+def warn_about_changes(config: Config, console: Console) -> None:
+    """Warns about settings that changed since the run started. A damaged config.json is no error: nothing needs it."""
+    path, new = Path(config.output_dir) / "config.json", to_dict(config)
+    try:
+        old = read_json(path) if path.exists() else new
+    except CheckpointError as error:
+        console.warn(f"{error.message}; what changed since the run started is unknown")
+        return
+    for line in _differences(old, new):
+        # These do not change the run.
+        if not line.startswith(("observe", "preset_batch_keys")):
             console.warn(f"changed since {config.output_dir} started: {line}")
-    write_json(path, to_dict(config))
+
+
+def save_config(config: Config, console: Console) -> None:
+    path = Path(config.output_dir) / "config.json"
+    try:
+        write_json(path, to_dict(config))
+    except OSError as error:
+        console.warn(f"{path} could not be written: {error}")
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -10,22 +10,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchstone.config.schema import Config, TrainingConfig
+from torchstone.config.schema import CheckpointConfig, Config, TrainingConfig, resolve_save_minutes
 from torchstone.data.loader import RunData
+from torchstone.errors import DataError
 from torchstone.training.state import Progress
 
 DRAWS_PER_CHUNK = 1 << 16
+# The order is checked for masked steps this far: seconds, even for more samples than anyone has.
+MAX_CHECKED_DRAWS = 1 << 25
+MAX_CHECKED_EPOCHS = 1000
+NEGLIGIBLE = 1e-9
+MAX_ROWS_SHOWN = 5
 # (step, samples)
 StepAndSamples = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that happens every n steps or samples, and perhaps at the end of the run."""
+    """Something that happens every n steps, samples or seconds, and perhaps at the end of the run."""
 
     every_steps: int | None = None
     every_samples: tuple[float, ...] = ()
     at_end: bool = False
+    # The clock of rank 0 decides; `count` knows nothing of it.
+    every_seconds: float | None = None
 
     def count(self, start: StepAndSamples, end: StepAndSamples) -> int:
         """How many times it happens after `start` and up to `end`."""
@@ -42,8 +50,22 @@ class TrainingSchedule:
     batch_size: int
     validation: Interval = Interval()
     checkpoint: Interval = Interval()
+    # Validations without an improvement that end the run.
+    patience: int | None = None
 
     def is_done(self, progress: Progress) -> bool:
+        return self._is_at_end(progress) or self.early_stop_reason(progress) is not None
+
+    def early_stop_reason(self, progress: Progress) -> str | None:
+        """Why the run ends before its last step, from counters that are the same on all ranks and in a resumed run."""
+        if self.patience is None or progress.stale_validations < self.patience or self._is_at_end(progress):
+            return None
+        return (
+            f"the validation loss has not improved in {progress.stale_validations} validations (training.patience "
+            f"{self.patience}): the best is {progress.best_loss:.4f}, after step {progress.best_step}"
+        )
+
+    def _is_at_end(self, progress: Progress) -> bool:
         return self.total_steps is not None and progress.step >= self.total_steps
 
     def is_due(self, interval: Interval, progress: Progress, step_samples: int, is_final_step: bool) -> bool:
@@ -57,13 +79,18 @@ class TrainingSchedule:
         samples = progress.samples + (self.total_steps - progress.step) * self.batch_size
         return self.total_steps, samples if self.total_samples is None else min(samples, self.total_samples)
 
-    def count_left(self, interval: Interval, progress: Progress) -> int:
-        """How many more times it happens in a run that ends, for the ETA; at most once per step."""
+    def count_left(self, interval: Interval, progress: Progress, seconds: float = 0.0) -> int:
+        """How many more times it happens in a run that ends, for the ETA; at most once per step.
+
+        `seconds`: from the last time it happened to the end of the run.
+        """
         end = self.end(progress)
         steps_left = end[0] - progress.step
         before_last = (end[0] - 1, end[1] - self.batch_size)
         only_at_end = interval.at_end and steps_left > 0 and interval.count(before_last, end) == 0
-        return min(interval.count((progress.step, progress.samples), end), steps_left) + only_at_end
+        by_clock = 0 if interval.every_seconds is None else int(seconds / interval.every_seconds)
+        count = max(interval.count((progress.step, progress.samples), end), by_clock)
+        return min(count, steps_left - only_at_end) + only_at_end
 
 
 def plan_schedule(config: Config, data: RunData, progress: Progress) -> TrainingSchedule:
@@ -75,8 +102,71 @@ def plan_schedule(config: Config, data: RunData, progress: Progress) -> Training
         every = _in_samples(training.validate_every_samples, training.validate_every_epochs, data)
         validation = Interval(training.validate_every_steps, every, training.validate_at_end)
     every = _in_samples(checkpoint.every_samples, checkpoint.every_epochs, data)
-    saving = Interval(checkpoint.every_steps, every, checkpoint.at_end)
-    return TrainingSchedule(steps, samples, data.batch_sizes.global_batch_size, validation, saving)
+    minutes = resolve_save_minutes(checkpoint)
+    saving = Interval(checkpoint.every_steps, every, checkpoint.at_end, None if minutes is None else 60 * minutes)
+    batch_size = data.batch_sizes.global_batch_size
+    return TrainingSchedule(steps, samples, batch_size, validation, saving, training.patience)
+
+
+def describe_saving(checkpoint: CheckpointConfig) -> str:
+    """When a run saves and what it keeps, in words: `saves every 30 minutes and at the end, keeping 2`."""
+    units = {
+        "steps": checkpoint.every_steps,
+        "samples": checkpoint.every_samples,
+        "epochs": checkpoint.every_epochs,
+        "minutes": resolve_save_minutes(checkpoint),
+    }
+    counts = {unit: int(n) if n == int(n) else n for unit, n in units.items() if n is not None}
+    times = [f"every {unit[:-1]}" if n == 1 else f"every {n:,} {unit}" for unit, n in counts.items()]
+    times += ["after every best validation"] if checkpoint.save_best else []
+    times += ["at the end"] if checkpoint.at_end else []
+    when = " and ".join([", ".join(times[:-1]), times[-1]] if len(times) > 1 else times) or "only if a signal stops it"
+    kept = "all" if checkpoint.keep_last is None else str(checkpoint.keep_last)
+    best = " and the best" if checkpoint.save_best and checkpoint.keep_last is not None else ""
+    return f"saves {when}, keeping {kept}{best}"
+
+
+def check_loss_tokens(config: Config, data: RunData, schedule: TrainingSchedule, progress: Progress) -> None:
+    """Raises DataError if a step of the run has only masked labels: it would end the run there.
+
+    This takes one pass over the counts of loss tokens. Where many samples are masked it also computes the order of the
+    run, up to MAX_CHECKED_DRAWS and MAX_CHECKED_EPOCHS; a later step is checked when it is computed.
+    """
+    loss_tokens, size = data.train.loss_tokens, schedule.batch_size
+    num_masked = int((loss_tokens == 0).sum())
+    if num_masked == 0:
+        return
+    sampler = data.sampler(config.training.seed, config.data.shuffle, progress.samples)
+    steps = max(1, min(MAX_CHECKED_DRAWS, MAX_CHECKED_EPOCHS * sampler.size) // size)
+    end = progress.samples + steps * size
+    end = end if schedule.total_steps is None else min(end, schedule.end(progress)[1])
+    step = progress.step
+    # A step has every sample, or each at most twice, from two epochs. In a random order the chance is p^n.
+    is_impossible = 2 * num_masked < size
+    is_unlikely = config.data.shuffle and (num_masked / len(loss_tokens)) ** size * steps < NEGLIGIBLE
+    if not data.weights and (is_impossible or is_unlikely):
+        # Only the last step may be smaller.
+        full_steps = max(0, end - progress.samples) // size
+        step, sampler.consumed_samples = step + full_steps, progress.samples + full_steps * size
+    steps_per_chunk = max(1, DRAWS_PER_CHUNK // size)
+    while sampler.consumed_samples < end:
+        samples = sampler.take(min(steps_per_chunk * size, end - sampler.consumed_samples))
+        masked = np.flatnonzero(np.add.reduceat(loss_tokens[samples], np.arange(0, len(samples), size)) == 0)
+        if len(masked):
+            first = int(masked[0])
+            raise masked_step_error(data, step + first + 1, samples[first * size : (first + 1) * size])
+        step += -(-len(samples) // size)
+
+
+def masked_step_error(data: RunData, step: int, samples: np.ndarray) -> DataError:
+    rows = [data.train.origin(int(sample)) for sample in samples[:MAX_ROWS_SHOWN]]
+    more = f" and {len(samples) - len(rows)} more" if len(samples) > len(rows) else ""
+    return DataError(
+        f"step {step} has no loss tokens: all labels of its {len(samples)} samples are masked "
+        f"({', '.join(rows)}{more})",
+        "look at these rows with torchstone inspect-data and leave them out, or use a larger "
+        f"--training.global_batch_size than {data.batch_sizes.global_batch_size}",
+    )
 
 
 def _run_length(

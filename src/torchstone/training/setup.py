@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from torchstone import __version__, heartbeat
+from torchstone import __version__, heartbeat, hub
+from torchstone.checkpoint.export import source_dtype
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
@@ -18,24 +19,39 @@ from torchstone.checkpoint.load import (
     restore_rng_states,
 )
 from torchstone.checkpoint.manifest import list_checkpoints
-from torchstone.checkpoint.model_folder import check_model_folder, check_new_model, load_model
+from torchstone.checkpoint.model_folder import (
+    check_model_folder,
+    check_new_model,
+    load_model,
+    stored_parameter_count,
+)
 from torchstone.config.schema import Config, SystemConfig
 from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import ExecutionOptions
+from torchstone.models.families import family_of
 from torchstone.models.model import Model, NativeModel, padded_vocab_size
-from torchstone.models.sizing import build_sized_decoder_config, build_sized_hf_config, describe, resolve_init_std
+from torchstone.models.sizing import (
+    build_sized_decoder_config,
+    build_sized_hf_config,
+    describe,
+    parameter_count,
+    resolve_init_std,
+)
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.schedule import schedule_warnings
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_new_model, build_runner
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
+from torchstone.training.checks import check_memory
+from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
-from torchstone.training.schedule import plan_schedule
+from torchstone.training.sample_text import choose_prompts
+from torchstone.training.schedule import check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
 
 
@@ -45,11 +61,14 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     torch.manual_seed(seed)
     heartbeat.report_phase("looking for a checkpoint")
     checkpoint = find_resume_checkpoint(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
-    model_folder = checkpoint or (resolve_model_folder(config.model.path, ctx) if config.model.path else None)
+    model_folder = checkpoint
+    if checkpoint is None and config.model.path:
+        model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
     execution = _execution(config, ctx)
-    tokenizer = _check_model(config, model_folder, checkpoint, device, execution)
+    tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx)
     heartbeat.report_phase("opening the data")
-    data = open_data(config, tokenizer, console, ctx)
+    # A launcher has prepared the data, which has printed these lines.
+    data = open_data(config, tokenizer, console.log_only() if heartbeat.has_launcher() else console, ctx)
     identity = run_identity(config, data)
     state = {} if checkpoint is None else read_state(checkpoint)
     progress = Progress()
@@ -57,6 +76,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         check_identity(state.get("identity", {}), identity, checkpoint)
         progress = Progress.from_dict(state)
         _warn_about_batch_size(state, data, console)
+    schedule = plan_schedule(config, data, progress)
+    check_loss_tokens(config, data, schedule, progress)
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
@@ -68,22 +89,31 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         restore_rng_states(checkpoint, ctx, seed, console.warn)
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
-    schedule = plan_schedule(config, data, progress)
-    for warning in schedule_warnings(schedule.total_steps, config.optim):
+    for warning in [*schedule_warnings(schedule.total_steps, config.optim), *_batch_size_warnings(data)]:
         console.warn(warning)
+    own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
+    is_own_checkpoint = checkpoint is not None and checkpoint.resolve().parent == own_root
     checkpoint_info = {
         "identity": identity,
         "version": __version__,
         "torch": torch.__version__,
         "global_batch_size": data.batch_sizes.global_batch_size,
+        "formats": data.formats,
         "padding_row": model.padding_idx,
         "implementation": model.implementation,
         "model": model.notes,
+        "hub": hub_names(config),
+        # The dtype of exports; None for a new model.
+        "source_dtype": None if model_folder is None else source_dtype(model_folder),
+        # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
+        "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
     }
     runner = build_runner(model, builder, data.packed)
     run = Run(
         config, model, tokenizer, data, optimizer, runner, schedule, progress, console, checkpoint_info, checkpoint
     )
+    if config.observe.sample_every_steps is not None:
+        run.sample_prompts = choose_prompts(config, data, tokenizer, model)
     mark_best_checkpoint(run)
     return run
 
@@ -106,6 +136,9 @@ def open_data(config: Config, tokenizer: Tokenizer, console: Console, ctx: Paral
 
 def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
     if config.model.tokenizer is not None:
+        name = hub.parse_model(config.model.tokenizer)
+        if name is not None:
+            return hub.download_model(name, None, False, config.model.trust_remote_code).folder
         return tokenizer_folder(config.model.tokenizer, Path(config.data.cache_dir))
     assert model_folder is not None
     return model_folder
@@ -172,16 +205,27 @@ def _check_model(
     checkpoint: Path | None,
     device: torch.device,
     execution: ExecutionOptions,
+    ctx: ParallelContext,
 ) -> Tokenizer:
     """Checks the model before any data is tokenized; returns the tokenizer."""
     dtype = COMPUTE_DTYPE[config.training.precision]
     if model_folder is not None:
+        _check_memory(config, stored_parameter_count(model_folder), device, ctx)
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
     if model_folder is None:
-        check_new_model(_new_hf_config(config, tokenizer), device, dtype, execution)
+        hf_config = _new_hf_config(config, tokenizer)
+        check_new_model(hf_config, device, dtype, execution)
+        parameters = parameter_count(family_of(hf_config).decoder_config(hf_config))
+        _check_memory(config, parameters, device, ctx)
     return tokenizer
+
+
+def _check_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
+    """Raises if weights, gradients and the two moments do not fit in this rank's memory."""
+    shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
+    check_memory(4 * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards, parameters, device)
 
 
 def _build_model(
@@ -281,6 +325,15 @@ def _warn_about_batch_size(state: dict[str, Any], data: RunData, console: Consol
             f"a step had {old} samples and now has {new}; set --training.global_batch_size {old} to keep it with any "
             "number of processes"
         )
+
+
+def _batch_size_warnings(data: RunData) -> list[str]:
+    size, samples = data.batch_sizes.global_batch_size, len(data.train)
+    if size <= samples:
+        return []
+    return [
+        f"training.global_batch_size {size} is larger than the data ({samples} samples): an epoch is less than a step"
+    ]
 
 
 def _warn_about_padding(model: Model, tokenizer: Tokenizer, console: Console) -> None:

@@ -23,6 +23,20 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     pending_metrics: dict[str, Any] | None = None
+    # Validations since the best one.
+    stale_validations: int = 0
+
+    @property
+    def last_logged_step(self) -> int:
+        """The last step with a line in metrics.jsonl."""
+        return self.step - (self.pending_metrics is not None)
+
+    def count_validation(self, loss: float) -> None:
+        """Updates the best loss after the validation of the current step."""
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.best_step, self.stale_validations = loss, self.step, 0
+        else:
+            self.stale_validations += 1
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,6 +46,8 @@ class Progress:
         if "owed" in values:
             # The name of this key in older checkpoints.
             values = values | {"pending_metrics": (values["owed"] or {}).get("values")}
+        # Checkpoints of version 0.1 do not have it.
+        values = {"stale_validations": 0} | values
         try:
             return cls(**{field.name: values[field.name] for field in fields(cls)})
         except KeyError as error:

@@ -1,12 +1,14 @@
 """Requests to stop a run: signals, and callbacks.
 
-Before training begins a signal ends the process at once. During training it is recorded, and the run stops after the
-current step; a second Ctrl-C stops it immediately. Signals are handled before torch is imported, because the import
-takes seconds and a signal would otherwise kill the process without a message. So this module imports no torch.
+Before training begins a signal ends the process at once. During training it is acknowledged and recorded, and the run
+stops after the current step; a second Ctrl-C stops it immediately. Signals are handled before torch is imported,
+because the import takes seconds and a signal would otherwise kill the process without a message. So this module imports
+no torch.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -36,6 +38,11 @@ class StopRequest:
         self.local_reason: str | None = None
         self.signal: signal.Signals | None = None
         self.reason: str | None = None
+        # Not a stop: rank 0 asks for a checkpoint after this step, and `sync` tells the other ranks.
+        self.local_save = False
+        self.save = False
+        # The step that is computed, or was computed last; 0 before the first.
+        self.step = 0
 
     def stop(self, reason: str) -> None:
         """Requests a stop for a reason other than a signal; the first reason is kept."""
@@ -43,7 +50,10 @@ class StopRequest:
 
     def sync(self, ctx: ParallelContext) -> bool:
         """Returns whether to stop, the same on all ranks. All must call it at the same point. Costs an all-reduce."""
-        code = ctx.all_reduce_max(2 * int(self.local_signal or 0) + (self.local_reason is not None))
+        code, save = ctx.all_reduce_max_each(
+            [2 * int(self.local_signal or 0) + (self.local_reason is not None), int(self.local_save)]
+        )
+        self.save = self.save or save > 0
         if code >= 2:
             self.signal = self.signal or signal.Signals(code // 2)
         if code % 2:
@@ -65,9 +75,13 @@ def handle_stop_signals(request: StopRequest | None = None, ignore_late_signals:
     stop_request = StopRequest() if request is None else request
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop_request.local_signal is not None and number == signal.SIGINT:
+        is_first = stop_request.local_signal is None
+        if not is_first and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_request.local_signal = signal.Signals(number)
+        is_speaker = not heartbeat.has_launcher() and os.environ.get("RANK", "0") == "0"
+        if is_first and request is not None and is_speaker:
+            heartbeat.print_at_once(heartbeat.stop_message(stop_request.local_signal, request.step))
         if request is None:
             raise StoppedBySignal(
                 f"stopped by {stop_request.local_signal.name} while {heartbeat.current_phase()}",

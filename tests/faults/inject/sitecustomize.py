@@ -6,8 +6,11 @@ The time goes to the file INJECT_TIME. Only the function by which a worker repor
 """
 
 import json
+import mmap
 import os
 import signal
+import subprocess
+import sys
 import time
 
 
@@ -30,6 +33,17 @@ def fail(kind: str) -> None:
             file.write(str(time.monotonic()))
     if kind == "exception":
         raise ValueError("injected")
+    if kind == "out of memory":
+        # The kernel refuses it.
+        mmap.mmap(-1, 1 << 60)
+    if kind.startswith("second launch "):
+        # Of the same command, with another learning rate, as a user would type it in another terminal.
+        command, file = json.loads(kind.removeprefix("second launch "))
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "INJECT_FAULTS")
+        environment = {name: value for name, value in os.environ.items() if name not in names}
+        result = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+        with open(file, "w") as output:
+            output.write(f"{result.returncode} {result.stderr}")
     if kind == "exit 37":
         os._exit(37)
     if kind in ("SIGKILL", "SIGSTOP", "SIGABRT"):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from torchstone.errors import UsageError
 from torchstone.loss.cross_entropy import IGNORE_INDEX
 from torchstone.models.attention import build_attn_mask
 from torchstone.models.fallback.probing import first_line, windows_of
-from torchstone.models.generate import sample_token
+from torchstone.models.generate import TokenSink, sample_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,6 +119,9 @@ class FallbackModule(nn.Module):
         stop_ids: Sequence[int] = (),
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        on_tokens: TokenSink | None = None,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy.
 
@@ -129,7 +131,13 @@ class FallbackModule(nn.Module):
             raise ValueError("a prompt is empty")
         if max_new_tokens < 1:
             return [[] for _ in prompts]
-        sample = partial(sample_token, temperature=temperature, generator=generator)
+
+        def sample(logits: Tensor) -> Tensor:
+            tokens = sample_token(logits, temperature, generator, top_p, top_k)
+            if on_tokens is not None:
+                on_tokens([-1 if token in stop_ids else token for token in tokens.tolist()])
+            return tokens
+
         with eval_mode(self), default_generation_config(self.hf):
             return [self._generate_one(list(prompt), max_new_tokens, list(stop_ids), sample) for prompt in prompts]
 

@@ -1,0 +1,195 @@
+"""data.columns: one spelling everywhere, the columns of the data get our names, and errors show what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tiny import write_rows
+from torchstone import api
+from torchstone.config.load import from_dict, load_config, to_dict
+from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.formats import suggest_columns
+from torchstone.data.sources import BadRow, read_rows
+from torchstone.data.tokenize import Tokenizer
+from torchstone.errors import DataError, UsageError
+from torchstone.observe.console import Console
+
+MODEL = {"model.depth": 1, "model.tokenizer": "demo:tokenizer", "data.path": "a.jsonl"}
+MAPPING = {"prompt": "question", "completion": "answer"}
+QUESTIONS = [{"question": f"What is {n} + 1?", "answer": f" {n + 1}", "level": n} for n in range(4)]
+
+
+def build_cache(path: Path, tokenizer: Tokenizer, **columns: str) -> TokenCache:
+    source = open_source(str(path), columns=columns)
+    encoding = tokenizer.encoding_config(source.row_format, None, "", columns=source.columns)
+    return open_cache(source, encoding, CacheOptions(path.parent / "cache", num_processes=0), Console("quiet"))
+
+
+def sequences(cache: TokenCache) -> list[tuple[list[int], list[int]]]:
+    return [(cache.sequence(n).ids.tolist(), cache.sequence(n).labels.tolist()) for n in range(len(cache))]
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            MAPPING, [MAPPING], "prompt=question,completion=answer", " prompt = question, completion = answer,",
+            "{prompt: question, completion: answer}", '[{"prompt": "question", "completion": "answer"}]',
+        ],
+    )  # fmt: skip
+    def test_every_spelling_is_the_same_mapping(self, value: Any) -> None:
+        config = load_config(overrides=MODEL | {"data.columns": value})
+        assert config.data.columns == (MAPPING,)
+        assert from_dict(to_dict(config)) == config
+
+    def test_every_entry_is_also_a_flag(self) -> None:
+        flags = [*MODEL.items(), ("data.columns.prompt", "question"), ("data.columns.completion", "answer")]
+        assert load_config(overrides=flags).data.columns == (MAPPING,)
+        for both in ([*flags, ("data.columns", "text=a")], [("data.columns", "text=a"), *flags]):
+            with pytest.raises(UsageError, match="are the same setting"):
+                load_config(overrides=both)
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("a.yaml", "data:\n  columns: {prompt: question, completion: answer}\n"),
+            ("a.toml", '[data.columns]\nprompt = "question"\ncompletion = "answer"\n'),
+            ("a.json", '{"data": {"columns": [{"prompt": "question", "completion": "answer"}]}}'),
+        ],
+    )
+    def test_files_have_a_mapping(self, tmp_path: Path, name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        assert load_config(tmp_path / name, overrides=MODEL).data.columns == (MAPPING,)
+        assert load_config(tmp_path / name, overrides=MODEL | {"data.columns": "text=a"}).data.columns == (
+            {"text": "a"},
+        )
+        assert load_config(tmp_path / name, overrides=MODEL | {"data.columns": "none"}).data.columns == ()
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            ("promt=question", "'promt'\n.*did you mean 'prompt'"),
+            ("question", "must be a mapping, not 'question'\n.*prompt=question,completion=answer"),
+            ("{prompt: ", "is not YAML"),
+            ([{"prompt": "a"}, {"prompt": "b"}], "not one mapping per path"),
+            ([3], "must be a mapping, not 3"),
+        ],
+    )
+    def test_a_wrong_mapping_is_explained(self, value: Any, expected: str) -> None:
+        with pytest.raises(UsageError, match=expected):
+            load_config(overrides=MODEL | {"data.columns": value})
+
+
+class TestRows:
+    @pytest.mark.parametrize("name", ["q.jsonl", "q.parquet", "q.csv"])
+    def test_mapped_rows_are_the_rows_with_our_names(self, tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+        path = tmp_path / name
+        if name == "q.jsonl":
+            write_rows(path, QUESTIONS)
+        elif name == "q.csv":
+            lines = [f"{row['level']},{row['answer']},{row['question']}" for row in QUESTIONS]
+            path.write_text("\n".join(["level,answer,question", *lines]))
+        else:
+            times = pa.array([2**62] * 4, type=pa.timestamp("us"))
+            pq.write_table(pa.Table.from_pylist(QUESTIONS).append_column("when", times), path)
+        rows = [{"prompt": row["question"], "completion": row["answer"]} for row in QUESTIONS]
+        expected = build_cache(write_rows(tmp_path / "ours.jsonl", rows), tokenizer)
+        cache = build_cache(path, tokenizer, **MAPPING)
+        assert cache.row_format == "prompt"
+        assert sequences(cache) == sequences(expected)
+        other = build_cache(path, tokenizer, prompt="answer", completion="question")
+        assert sequences(other) != sequences(cache)
+
+    def test_without_a_mapping_the_cache_key_is_that_of_earlier_versions(self, tokenizer: Tokenizer) -> None:
+        names = {
+            "tokenizer", "vocab_size", "eos_id", "template", "special_tokens", "shape", "limit", "on_long_row",
+            "train_on",
+        }  # fmt: skip
+        assert tokenizer.encoding_config("text", None, "").cache_key().keys() == names
+        mapped = tokenizer.encoding_config("text", None, "", columns={"text": "content"}).cache_key()
+        assert mapped.keys() == names | {"columns"}
+
+    def test_a_mapped_format_wins_over_the_keys_that_a_row_has_anyway(self, tmp_path: Path) -> None:
+        row = {"messages": [{"role": "user", "content": "a"}], "text": "b", "content": "c", "prompt": "d"}
+        path = write_rows(tmp_path / "a.jsonl", [row])
+        assert open_source(str(path)).row_format == "messages"
+        source = open_source(str(path), columns={"text": "content"})
+        assert source.row_format == "text"
+        assert [each.value["text"] for each in read_rows(path, source.columns)] == ["c"]
+
+    def test_optional_columns_may_be_missing_in_a_row(self, tmp_path: Path) -> None:
+        rows = [{"q": "a", "a": "b", "sys": "c"}, {"q": "d", "a": "e"}]
+        path = write_rows(tmp_path / "a.jsonl", rows)
+        columns = {"instruction": "q", "output": "a", "system": "sys"}
+        assert [each.value for each in read_rows(path, columns)] == [
+            {"instruction": "a", "output": "b", "system": "c"},
+            {"instruction": "d", "output": "e"},
+        ]
+
+    def test_a_column_that_a_row_lacks_is_named(self, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "a.jsonl", QUESTIONS)
+        expected = (
+            "a.jsonl:1: data.columns takes prompt from 'qestion', but the keys of this row are question, answer, level"
+            "\n.*\n.*did you mean prompt=question"
+        )
+        with pytest.raises(BadRow, match=expected):
+            list(read_rows(path, {"prompt": "qestion", "completion": "answer"}))
+        pq.write_table(pa.Table.from_pylist(QUESTIONS), tmp_path / "a.parquet")
+        with pytest.raises(BadRow, match="the keys of this row are question, answer, level"):
+            list(read_rows(tmp_path / "a.parquet", {"prompt": "qestion", "completion": "answer"}))
+
+    def test_several_paths_have_their_own_mappings(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        write_rows(tmp_path / "q.jsonl", QUESTIONS)
+        write_rows(tmp_path / "t.jsonl", [{"content": "A text."}] * 3)
+        settings = {
+            "model.tokenizer": "demo:tokenizer", "data.path": "q.jsonl,t.jsonl", "observe.console": "quiet",
+            "data.columns": [MAPPING, {"text": "content"}],
+        }  # fmt: skip
+        assert api.prepare(overrides=settings)["shapes"] == ["prompt", "text"]
+        with pytest.raises(UsageError, match="2 column mappings for 1 path"):
+            api.train_tokenizer("q.jsonl", "new", columns="[{text: answer}, {text: question}]")
+
+    def test_evaluate_reads_the_same_columns(self, tmp_path: Path, llama_dir: Path) -> None:
+        columns = {"instruction": "question", "output": "answer"}
+        cache_dir = str(tmp_path / "cache")
+        mapped = write_rows(tmp_path / "q.jsonl", QUESTIONS)
+        ours = write_rows(
+            tmp_path / "ours.jsonl", [{name: row[key] for name, key in columns.items()} for row in QUESTIONS]
+        )
+        expected = api.evaluate(str(llama_dir), str(ours), 1, 64, "cpu", cache_dir, quiet=True)
+        result = api.evaluate(str(llama_dir), str(mapped), 1, 64, "cpu", cache_dir, quiet=True, columns=columns)
+        assert {**result, "data": ""} == {**expected, "data": ""}
+        assert (result["samples"], result["questions"]) == (4, 1)
+
+
+class TestSuggestions:
+    @pytest.mark.parametrize(
+        ("row", "expected"),
+        [
+            ({"question": "a", "answer": "b"}, "prompt=question,completion=answer,"),
+            ({"id": 7, "Problem": "a", "Solution": "b", "level": "c"}, "prompt=Problem,completion=Solution,"),
+            ({"en": "a", "de": "b"}, "prompt=en,completion=de,"),
+            ({"content": "a", "url": "b"}, "text=content"),
+            ({"id": 3, "page": "a"}, "text=page"),
+            ({"conversation": [{"role": "user", "content": "a"}]}, "messages=conversation"),
+            ({"chat": [{"from": "human", "value": "a"}]}, "conversations=chat"),
+            ({"a": "b", "c": "d", "e": "f"}, "text=NAME with the name"),
+        ],
+    )
+    def test_the_mapping_to_type_has_the_keys_of_the_row(
+        self, tmp_path: Path, row: dict[str, Any], expected: str
+    ) -> None:
+        assert suggest_columns(row).startswith(f"use --data.columns {expected}")
+        with pytest.raises(DataError, match=f"a.jsonl:1: unknown row format: .*\n.*\n  use --data.columns {expected}"):
+            open_source(str(write_rows(tmp_path / "a.jsonl", [row])))
+
+    def test_a_problem_of_all_rows_is_shown_with_the_first(self, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "a.jsonl", [{"page": f"{n}"} for n in range(1200)])
+        with pytest.raises(DataError, match="a.jsonl:1: unknown row format"):
+            open_source(str(path), stop_on_bad_row=False)

@@ -1,0 +1,254 @@
+"""Text and CSV files: documents, lines and records are rows with their lines, in every place that reads data."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tiny import write_rows
+from torchstone import api
+from torchstone.data import sources, text_files
+from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.sources import BadRow, ReadPosition, count_rows, parse_rows, read_chunks, read_rows, truncate_chunk
+from torchstone.data.tokenize import Tokenizer
+from torchstone.errors import DataError, UsageError
+from torchstone.observe.console import Console
+
+RECORDS = [{"question": f'{n}: "why",\nand {"x" * (n * 7 % 50)}?', "answer": f"é{n}\r\n"} for n in range(60)]
+
+
+def table(delimiter: str) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["question", "answer"], delimiter=delimiter, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(RECORDS)
+    return text.getvalue().encode()
+
+
+FILES = {
+    "a.csv": lambda: b"\xef\xbb\xbf" + table(","),
+    "a.tsv": lambda: table("\t"),
+    "a.csv.gz": lambda: gzip.compress(table(",")),
+    "a.tsv.zst": lambda: pa.compress(table("\t"), "zstd", asbytes=True),
+}
+
+
+def build_cache(path: Path, tokenizer: Tokenizer, row_format: str = "auto", **columns: str) -> TokenCache:
+    source = open_source(str(path), row_format, columns=columns)
+    encoding = tokenizer.encoding_config(source.row_format, None, "", columns=source.columns)
+    return open_cache(source, encoding, CacheOptions(path.parent / "cache", num_processes=0), Console("quiet"))
+
+
+class TestTables:
+    @pytest.mark.parametrize("name", FILES)
+    def test_records_have_the_line_they_start_at_and_reading_resumes_after_any_chunk(
+        self, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
+        monkeypatch.setattr(sources, "CHUNK_ROWS", 7)
+        path = tmp_path / name
+        path.write_bytes(FILES[name]())
+        rows = list(read_rows(path))
+        assert [row.value for row in rows] == RECORDS
+        # A record has a line break in its question, and one in its answer.
+        assert [row.line for row in rows] == [2 + 3 * n for n in range(60)]
+        chunks = list(read_chunks([path]))
+        assert len(chunks) > 8
+        assert sum(map(count_rows, chunks)) == 60
+        assert [row.value for row in parse_rows(truncate_chunk(chunks[0], 2))] == RECORDS[:2]
+        for number, chunk in enumerate(chunks):
+            rest = [each._replace(bytes_done=0) for each in read_chunks([path], chunk.end)]
+            assert rest == [each._replace(bytes_done=0) for each in chunks[number + 1 :]]
+
+    def test_a_field_may_be_a_whole_book(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text(f'text\n"{"word, " * 50_000}"\n')
+        assert [len(row.value["text"]) for row in read_rows(tmp_path / "a.csv")] == [300_000]
+
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            (b"one field", "1 fields, but the header has 2"),
+            (b"a,b,c", "3 fields, but the header has 2"),
+            (b'"a" b,c', "not CSV: ',' expected"),
+            (b"a,\xff", "not UTF-8"),
+        ],
+    )
+    def test_a_bad_record_leaves_the_others_readable(self, tmp_path: Path, line: bytes, reason: str) -> None:
+        path = tmp_path / "a.csv"
+        path.write_bytes(b"text,id\n\nx,1\n" + line + b"\ny,2\n")
+        (chunk,) = read_chunks([path])
+        rows = list(parse_rows(chunk))
+        assert [row.line for row in rows] == [3, 4, 5]
+        (bad,) = [row for row in rows if isinstance(row, BadRow)]
+        assert str(bad).startswith(f"{path}:4: {reason}")
+
+    def test_a_quote_that_is_not_closed_is_named_where_it_opens(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text('text\nx\n"open\ny\nz\n')
+        with pytest.raises(BadRow, match=r"a.csv:3: not CSV: a quote is not closed"):
+            list(read_rows(tmp_path / "a.csv"))
+
+    def test_one_endless_line_is_refused_before_it_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(text_files, "MAX_FIELD", 1000)
+        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\nx\n" + b"y" * 100_000))
+        with pytest.raises(DataError, match=r"a.csv.gz: after line 2: a line has more than 1000 bytes"):
+            list(read_rows(tmp_path / "a.csv.gz"))
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [(b"text,text\na,b\n", "has 'text' twice"), (b"", "it needs a header"), (b"te\xffxt\na\n", "is not UTF-8")],
+    )
+    def test_a_header_that_does_not_name_the_columns_is_refused(
+        self, tmp_path: Path, content: bytes, reason: str
+    ) -> None:
+        (tmp_path / "a.csv").write_bytes(content)
+        with pytest.raises(DataError, match=f"a.csv:1: .*{reason}"):
+            list(read_rows(tmp_path / "a.csv"))
+
+
+class TestTexts:
+    def test_a_file_is_one_document_to_the_last_byte(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
+        path = tmp_path / "a.txt"
+        path.write_bytes("\ufeffOnce upon\r\n\r\na time é.\n".encode())
+        cache = build_cache(path, tokenizer)
+        assert (cache.row_format, len(cache), cache.origin(0)) == ("text", 1, f"{path}:1")
+        assert tokenizer.hf.decode(cache.sequence(0).ids) == "Once upon\r\n\r\na time é.\n<|endoftext|>"
+
+    def test_with_format_lines_every_line_is_a_document(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
+        path = tmp_path / "a.txt.gz"
+        path.write_bytes(gzip.compress("\ufeff one \r\n\n \t\nTwo é.".encode()))
+        cache = build_cache(path, tokenizer, "lines")
+        texts = [tokenizer.hf.decode(cache.sequence(n).ids) for n in range(len(cache))]
+        assert texts == [" one <|endoftext|>", "Two é.<|endoftext|>"]
+        assert [cache.origin(n) for n in range(2)] == [f"{path}:1", f"{path}:4"]
+        assert build_cache(path, tokenizer).key != cache.key
+
+    def test_format_lines_is_for_text_files(self, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+        with pytest.raises(UsageError, match=r"a.jsonl: data.format lines is for .txt files"):
+            open_source(str(path), "lines")
+
+    @pytest.mark.parametrize("separator", ["\n", " ", ""])
+    def test_a_large_file_is_read_in_pieces_that_are_the_same_after_resuming(
+        self, tmp_path: Path, tokenizer: Tokenizer, separator: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only the first piece starts the text, and only the last one ends it."""
+        monkeypatch.setattr(text_files, "PIECE_BYTES", 64)
+        text = separator.join(f"日本{n} é" for n in range(50))
+        path = tmp_path / "a.txt"
+        path.write_text(text)
+        chunks = list(read_chunks([path]))
+        assert all(len(chunk.payload) <= 64 for chunk in chunks)
+        assert b"".join(chunk.payload for chunk in chunks) == text.encode()
+        for number, chunk in enumerate(chunks):
+            assert list(read_chunks([path], chunk.end)) == chunks[number + 1 :]
+        rows = [row for chunk in chunks for row in parse_rows(chunk)]
+        assert not any(isinstance(row, BadRow) for row in rows)
+        assert [row.line for row in rows] == [1 + text[: text.index(row.value["text"])].count("\n") for row in rows]
+        cache = build_cache(path, tokenizer)
+        ids = [cache.sequence(n).ids.tolist() for n in range(len(cache))]
+        eos = tokenizer.eos_id
+        assert [sequence.count(eos) for sequence in ids] == [0] * (len(ids) - 1) + [1]
+        assert tokenizer.hf.decode([i for sequence in ids for i in sequence][:-1]) == text
+
+    def test_a_byte_that_is_not_utf_8_is_named_with_its_line(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"one\ntwo\nth\xffree\n")
+        with pytest.raises(BadRow, match=r"a.txt:3: not UTF-8 at byte 10"):
+            list(read_rows(tmp_path / "a.txt"))
+        chunk = next(read_chunks([tmp_path / "a.txt"], ReadPosition(), text_lines=True))
+        assert [isinstance(row, BadRow) for row in parse_rows(chunk)] == [False, False, True]
+
+    def test_utf_16_and_empty_files_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("hello", encoding="utf-16")
+        with pytest.raises(DataError, match=r"UTF-16.*\n.*iconv .* > NEW.txt"):
+            list(read_rows(tmp_path / "a.txt"))
+        (tmp_path / "a.txt").write_text(" \n")
+        with pytest.raises(DataError, match="the data is empty"):
+            open_source(str(tmp_path / "a.txt"))
+
+
+class TestFolders:
+    def test_text_and_tables_are_read_if_there_is_nothing_else(self, tmp_path: Path) -> None:
+        notes: list[str] = []
+        (tmp_path / "b.txt").write_text("b")
+        (tmp_path / "a.txt").write_text("a")
+        assert [path.name for path in sources.find_files(str(tmp_path), None, notes.append)] == ["a.txt", "b.txt"]
+        (tmp_path / "t.csv").write_text("text\na\n")
+        assert [path.name for path in sources.find_files(str(tmp_path), None, notes.append)] == ["t.csv"]
+        write_rows(tmp_path / "r.jsonl", [{"text": "r"}])
+        assert notes == [
+            f"{tmp_path}: left out 2 .txt files, such as {tmp_path}/a.txt: the folder has .csv files (use a glob to "
+            "read the others)"
+        ]
+        assert [path.name for path in sources.find_files(str(tmp_path), None, notes.append)] == ["r.jsonl"]
+        assert len(notes) == 2
+        assert [path.name for path in sources.find_files(f"{tmp_path}/*.txt")] == ["a.txt", "b.txt"]
+
+    def test_a_folder_with_its_own_output_trains_on_the_same_rows_again(
+        self, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Cache, run, checkpoint and exported model are below the data folder; two starts see the same data."""
+        monkeypatch.chdir(tmp_path)
+        tokenizer.save(tmp_path / "tokenizer")
+        write_rows(tmp_path / "rows.jsonl", [{"text": f"row {n} of the data"} for n in range(20)])
+        settings: dict[str, Any] = {
+            "model.depth": 1, "model.tokenizer": "tokenizer", "data.path": ".", "data.context_length": 32,
+            "training.max_steps": 1, "training.global_batch_size": 2, "system.device": "cpu", "output_dir": "out/run",
+        }  # fmt: skip
+        api.train(overrides=settings)
+        api.export("out/run", tmp_path / "exported", verify=False)
+        capsys.readouterr()
+        result = api.prepare(overrides=settings)
+        assert result["fingerprint"] == api.prepare(overrides=settings | {"data.path": "rows.jsonl"})["fingerprint"]
+        log = capsys.readouterr().err
+        for folder, kind in (
+            ("cache/datasets", "a token cache"),
+            ("out/run", "a run"),
+            ("exported", "a model"),
+            ("tokenizer", "a tokenizer"),
+        ):
+            assert f"left out {folder}, which is {kind}\n" in log
+        with pytest.raises(UsageError, match=r"no data files in the folder out\n.*left out out/run, which is a run"):
+            sources.find_files("out")
+
+
+class TestCommands:
+    @pytest.mark.parametrize("name", ["story.txt", "story.csv"])
+    def test_train_prepare_inspect_and_the_tokenizer_read_them(
+        self, tmp_path: Path, tokenizer: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        text = "Once upon a time there was a word. " * 20
+        Path(name).write_text(text if name.endswith("txt") else f'id,story\n1,"{text}"\n')
+        columns = "" if name.endswith("txt") else "text=story"
+        tokenizer.save(tmp_path / "tokenizer")
+        settings: dict[str, Any] = {
+            "model.depth": 1, "model.tokenizer": "tokenizer", "data.path": name, "data.context_length": 32,
+            "data.columns": columns, "training.max_steps": 1, "system.device": "cpu", "output_dir": "run",
+        }  # fmt: skip
+        assert api.prepare(overrides=settings)["tokens"] == len(tokenizer.encode(text)) + 1
+        (source,) = api.inspect_data(overrides=settings, rows=1, tokens=None)["sources"]
+        assert "".join(run["text"] for run in source["examples"][0]["runs"]) == f"{text}<|endoftext|>"
+        assert api.train(overrides=settings).step == 1
+        report = api.train_tokenizer(name, "new", 300, quiet=True, columns=columns)
+        assert (report["measured"]["texts"], report["measured"]["bytes"]) == (1, len(text))
+        assert json.loads(json.dumps(report)) == report
+
+    def test_a_single_text_cannot_be_split_for_validation(self, tmp_path: Path, tokenizer_dir: Path) -> None:
+        (tmp_path / "a.txt").write_text("One line.\nAnother line.\nAnd a third.\n")
+        settings: dict[str, Any] = {
+            "model.tokenizer": str(tokenizer_dir), "data.path": str(tmp_path / "a.txt"), "data.validation_split": 0.3,
+            "data.cache_dir": str(tmp_path / "cache"), "observe.console": "quiet",
+        }  # fmt: skip
+        with pytest.raises(DataError, match=r"0.3 of 1 rows leaves none for training\n.*--data.format lines"):
+            api.prepare(overrides=settings)
+        result = api.prepare(overrides=settings | {"data.format": "lines", "data.packing": False})
+        assert (result["samples"], result["validation_samples"]) == (2, 1)
