@@ -27,7 +27,7 @@ Command = Callable[..., tuple[int, str, str]]
 class TestHelp:
     def test_help_imports_nothing_slow(self) -> None:
         """That is what makes it answer at once."""
-        command = [sys.executable, "-X", "importtime", "-m", "torchstone.cli", "--help"]
+        command = [sys.executable, "-X", "importtime", "-m", "torchstone", "--help"]
         process = subprocess.run(command, capture_output=True, text=True)
         assert process.returncode == 0
         assert "train" in process.stdout
@@ -297,8 +297,8 @@ def test_a_launch_into_the_folder_of_another_one_is_refused_before_anything_is_w
 @pytest.mark.parametrize(
     ("closed", "command", "code"),
     [
-        (">&-", "-m torchstone.cli train --preset demo --print-config", 0),
-        ("2>&-", "-m torchstone.cli train --preset demo --optim.nothing 1", 2),
+        (">&-", "-m torchstone train --preset demo --print-config", 0),
+        ("2>&-", "-m torchstone train --preset demo --optim.nothing 1", 2),
         ("<&- >&- 2>&-", "scripts/base_train.py --help", 0),
     ],
 )
@@ -335,9 +335,9 @@ def test_memory_that_the_machine_does_not_have_is_exit_code_4(
 @pytest.mark.parametrize(
     ("command", "stream", "code"),
     [
-        ("-m torchstone.cli train --optim.nothing 1", "stderr", 2),
+        ("-m torchstone train --optim.nothing 1", "stderr", 2),
         ("scripts/base_train.py --depth", "stderr", 2),
-        ("-m torchstone.cli train --preset demo --print-config", "stdout", 141),
+        ("-m torchstone train --preset demo --print-config", "stdout", 141),
     ],
     ids=["command", "script", "output"],
 )

@@ -42,7 +42,7 @@ LARGE = SlurmJob(
     max_requeues=7,
     max_restarts=3,
     setup=("module load cuda", 'source "$HOME/venv/bin/activate"'),
-    program="python -m torchstone.cli",
+    program="python -m torchstone",
     sbatch=("reservation=mine", "comment=two words"),
 )
 CPU_ONLY = SlurmJob(Path("run.yaml"), nodes=2, gpus_per_node=0, time="30", requeue=False)
@@ -62,7 +62,7 @@ PODS = KubernetesJob(
     runtime="torch-distributed-with-cache",
     save_seconds=600,
     max_restarts=3,
-    program="python -m torchstone.cli",
+    program="python -m torchstone",
 )
 ARGS = ("--training.max_steps", "100", "--output-dir", "$(HOME) $$; rm -rf *")
 TEXTS = {
@@ -242,7 +242,7 @@ def test_the_manifest_has_the_config_and_a_train_job() -> None:
     assert job["metadata"] == {"name": "llama-1b", "namespace": "research"}
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed-with-cache"}
     trainer = job["spec"]["trainer"]
-    assert trainer["command"] == ["python", "-m", "torchstone.cli"]
+    assert trainer["command"] == ["python", "-m", "torchstone"]
     assert trainer["args"][:6] == ["train", "/etc/torchstone/run.yaml", "--max-restarts", "3", "--nproc", "8"]
     # Kubernetes writes a dollar as $$.
     assert trainer["args"][6:] == ["--training.max_steps", "100", "--output-dir", "$$(HOME) $$$$; rm -rf *"]

@@ -62,7 +62,8 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             code = int(end.code or 0)
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        code = subprocess.run(["bash", "-c", command], env=os.environ | {"PATH": path}, check=False).returncode
+        script = f'torchstone() {{ {sys.executable} -m torchstone "$@"; }}\n{command}'
+        code = subprocess.run(["bash", "-c", script], env=os.environ | {"PATH": path}, check=False).returncode
     output = capfd.readouterr()
     return code, output.out + output.err
 

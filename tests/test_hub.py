@@ -468,7 +468,7 @@ class TestRuns:
         self, server: HubServer, hub_run: dict[str, Any], tmp_path: Path
     ) -> None:
         overrides = hub_run | {"training.max_steps": 1, "observe.console": "lines"}
-        command = [sys.executable, "-m", "torchstone.cli", "train", "--nproc", "1", *flags(overrides)]
+        command = [sys.executable, "-m", "torchstone", "train", "--nproc", "1", *flags(overrides)]
         process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert process.returncode == 0, process.stderr
         pinned = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -678,5 +678,5 @@ class TestOrphans:
                 child.suspend()
             return len(tokenizing) == 2
 
-        command = [sys.executable, "-m", "torchstone.cli", "train", *flags(overrides), "--nproc", "2"]
+        command = [sys.executable, "-m", "torchstone", "train", *flags(overrides), "--nproc", "2"]
         assert self.killed(psutil.Popen(command), is_ready) == []

@@ -130,7 +130,7 @@ def test_the_command_killed_from_outside(settings: Settings, chat_file: Path, tm
     overrides = chat_run(settings, chat_file, killed, **changes) | {"system.threads": 1}
     config = tmp_path / "run.json"
     config.write_text(json.dumps(overrides))
-    command = [sys.executable, "-m", "torchstone.cli", "train", str(config)]
+    command = [sys.executable, "-m", "torchstone", "train", str(config)]
     process = subprocess.Popen(command)
     metrics = killed / "metrics.jsonl"
     deadline = time.monotonic() + processes.TIMEOUT

@@ -27,7 +27,7 @@ LAYERS = [
     {"training"},
     {"batchsize", "diagnose"},
     {"api", "testing"},
-    {"cli", "scripts", "demo.__main__"},
+    {"cli", "__main__", "scripts", "demo.__main__"},
 ]
 PRIVATE_TORCH_NAMES = {
     ("torch._dynamo.config.recompile_limit", "models/execution.py"),

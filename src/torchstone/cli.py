@@ -390,7 +390,7 @@ class Commands:
         plan = plan_launch(options, system, os.environ)
         if plan is not None:
             args = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
-            command = [sys.executable, "-m", "torchstone.cli", *args]
+            command = [sys.executable, "-m", "torchstone", *args]
             sys.exit(run_workers(plan, command, ignore_late_signals=self.ignore_late_signals))
         from torchstone import api
 
@@ -578,7 +578,7 @@ class Commands:
         worker of rank 0 does it later.
         """
         text, output_dir = json.dumps(to_dict(config), indent=2), Path(config.output_dir)
-        command = [sys.executable, "-m", "torchstone.cli"]
+        command = [sys.executable, "-m", "torchstone"]
         is_first_node = plan.nodes.max_nodes == 1 or plan.nodes.node_rank == 0
         with ExitStack() as stack:
             lock = stack.enter_context(lock_run_folder(output_dir)) if is_first_node else None

@@ -69,7 +69,7 @@ def launch(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> Launch:
         time_file = tmp_path / "time"
         path = os.pathsep.join([str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {"INJECT_FAULTS": json.dumps(faults), "INJECT_TIME": str(time_file), "PYTHONPATH": path}
-        command = [sys.executable, "-m", "torchstone.cli", "train", str(config), "--nproc", str(nproc), *args]
+        command = [sys.executable, "-m", "torchstone", "train", str(config), "--nproc", str(nproc), *args]
         command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
         # Returns when no process holds the pipe any more, so a worker that outlives its launcher fails the test. A test
         # that runs in the background of a shell ignores Ctrl-C, and the launch must not.
@@ -177,7 +177,7 @@ class TestRestarts:
     def test_a_restarted_run_equals_an_undisturbed_one(self, launch: Launch, tmp_path: Path) -> None:
         """One worker is killed between two checkpoints, then another one while it saves. Before that, someone starts
         the same run again with another learning rate, which is refused."""
-        second = ["-m", "torchstone.cli", "train", str(tmp_path / "run.json"), "--nproc", "2"]
+        second = ["-m", "torchstone", "train", str(tmp_path / "run.json"), "--nproc", "2"]
         second += ["--optim.learning_rate", "0.5"]
         faults = [
             [1, "computing step 5", f"second launch {json.dumps([second, str(tmp_path / 'second')])}", 1],

@@ -24,7 +24,7 @@ from torchstone.launch.nodes import SLURM_PORTS
 from torchstone.testing import launch_procs
 
 FOLDER = Path(__file__).parent
-PROGRAM = [sys.executable, "-m", "torchstone.cli"]
+PROGRAM = [sys.executable, "-m", "torchstone"]
 STEPS = 9
 LIMIT = 240.0
 

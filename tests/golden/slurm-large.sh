@@ -25,7 +25,7 @@ source "$HOME/venv/bin/activate"
 # One launcher on each node; a node that fails ends the others.
 code=0
 srun --kill-on-bad-exit=1 --wait=0 --cpus-per-task=96 \
-    python -m torchstone.cli train 'my runs/it'"'"'s.yaml' --gpus all --max-restarts 3 --training.max_steps 100 --output-dir '$(HOME) $$; rm -rf *' || code=$?
+    python -m torchstone train 'my runs/it'"'"'s.yaml' --gpus all --max-restarts 3 --training.max_steps 100 --output-dir '$(HOME) $$; rm -rf *' || code=$?
 
 # 75: saved, and the same command continues. A cancelled job is not requeued.
 if [ "$code" -eq 75 ]; then

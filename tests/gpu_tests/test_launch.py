@@ -97,6 +97,6 @@ def test_a_worker_killed_in_the_middle_ends_the_run_and_leaves_the_gpu(scripts: 
 
 
 def test_the_doctor_measures_nccl(tmp_path: Path) -> None:
-    code, output = run(tmp_path, sys.executable, "-m", "torchstone.cli", "doctor", "--gpus", "all")
+    code, output = run(tmp_path, sys.executable, "-m", "torchstone", "doctor", "--gpus", "all")
     assert code == 0
     assert re.search(r"collectives: ok, \d+ ranks? over nccl", output)

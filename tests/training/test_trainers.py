@@ -449,7 +449,7 @@ class TestCommandLine:
     ) -> None:
         config = workspace.folder / "run.json"
         config.write_text(json.dumps(workspace.overrides("command line", {"checkpoint.every_steps": None})))
-        command = [sys.executable, "-m", "torchstone.cli", "train", str(config), "--nproc", "2"]
+        command = [sys.executable, "-m", "torchstone", "train", str(config), "--nproc", "2"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert result.returncode == 0, result.stderr
         assert result.stderr.count("done: step 6") == 1, "only one rank prints"

@@ -181,9 +181,7 @@ def split_program(program: str) -> list[str]:
     except ValueError:
         command = []
     if not command or not program.isprintable():
-        raise UsageError(
-            f"program {program!r} is not a valid command line", 'use torchstone or "python -m torchstone.cli"'
-        )
+        raise UsageError(f"program {program!r} is not a valid command line", 'use torchstone or "python -m torchstone"')
     return command
 
 
