@@ -262,6 +262,16 @@ class TestLog:
         assert re.match(r"GPU3:WARNING \| cannot write to /dev/full \(.*No space left", warning)
         assert lines == ["GPU3:INFO | hello", "GPU3:INFO | again"]
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_a_full_disk_does_not_end_training_when_the_log_is_opened_late(self) -> None:
+        terminal = io.StringIO()
+        with open("/dev/full", "w", buffering=1) as log:
+            console = Console("lines", terminal=terminal, log_opener=lambda: log)
+            console.info("hello")
+            console.open_log()
+            console.info("again")
+        assert re.match(r"hello\n.*cannot write to /dev/full .*\nagain\n", terminal.getvalue())
+
     def test_log_writes_to_the_file_only(self) -> None:
         assert output_of(lambda console: console.log("started"), label=0) == ("", "GPU0:INFO | started\n")
 

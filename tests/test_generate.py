@@ -90,12 +90,19 @@ class TestSampling:
         assert text == tokenizer.decode(tokens[:end])
 
     @pytest.mark.parametrize(
-        "flag", ["--temperature=-1", "--temperature=nan", "--top-p=0", "--top-p=1.1", "--top-k=-1"]
+        "flag", ["--temperature=-1", "--temperature=nan", "--temperature=1e-40", "--top-p=0", "--top-p=2", "--top-k=-1"]
     )
     def test_impossible_values_are_refused(self, torchstone: Command, llama_dir: Path, flag: str) -> None:
         code, out, err = torchstone("generate", llama_dir, "a", flag)
         assert (code, out) == (2, "")
         assert f"error: {flag.partition('=')[0]}" in err
+
+    @pytest.mark.parametrize("args", [("chat", "--top-p", 0.9), ("generate", "--temperature", 0, "--top-k", 5)])
+    def test_options_without_an_effect_are_refused(self, torchstone: Command, llama_dir: Path, args: Any) -> None:
+        command, *options = args
+        code, out, err = torchstone(command, llama_dir, *options)
+        assert (code, out) == (2, "")
+        assert "have no effect at temperature 0" in err
 
     def test_the_seed_decides_the_text(self, torchstone: Command, llama_dir: Path) -> None:
         texts = [torchstone("generate", llama_dir, "a", "--max-tokens", 8, "--seed", seed)[1] for seed in (1, 1, 2)]
@@ -151,15 +158,14 @@ class TestStreaming:
         code, out, err = torchstone("generate", scripted("abcdef", "x"), "x", "--temperature", 0, "--max-tokens", 3)
         assert (code, out, err) == (0, "abc\n", "[stopped at --max-tokens 3]\n")
 
-    def test_a_prompt_is_read_from_a_pipe(
+    def test_a_prompt_is_read_from_stdin(
         self, torchstone: Command, scripted: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = scripted("ok", "é")
         (tmp_path / "prompt").write_text("caf é\n", encoding="utf-8")
-        for prompt in ((), ("-",)):
-            with (tmp_path / "prompt").open(encoding="utf-8") as file:
-                monkeypatch.setattr(sys, "stdin", file)
-                assert torchstone("generate", folder, *prompt, "--temperature", 0) == (0, "ok\n", "")
+        with (tmp_path / "prompt").open(encoding="utf-8") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            assert torchstone("generate", folder, "-", "--temperature", 0) == (0, "ok\n", "")
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
         code, _, err = torchstone("generate", folder, "-")
         assert (code, "the input is not UTF-8" in err) == (2, True)
@@ -227,6 +233,15 @@ class TestChat:
         assert "it was trained on text only, without a chat template" in err
         assert torchstone("generate", overrides["output_dir"], "The", "--max-tokens", 2)[0] == 0
 
+    def test_a_chat_model_that_was_trained_further_on_text_can_chat(
+        self, torchstone: Command, settings: Settings, llama_dir: Path
+    ) -> None:
+        overrides = settings(training__max_steps=1, model__path=llama_dir)
+        for key in ("model.depth", "model.width", "model.heads", "model.tokenizer"):
+            del overrides[key]
+        assert torchstone("train", *flags(overrides))[0] == 0
+        assert torchstone("chat", overrides["output_dir"], "--prompt", "hi", "--max-tokens", 2)[0] == 0
+
 
 @pytest.mark.parametrize("command", ["chat", "generate", "evaluate"])
 def test_commands_accept_the_config_keys_that_errors_name(
@@ -240,6 +255,17 @@ def test_commands_accept_the_config_keys_that_errors_name(
     assert code == 0, err
     code, _, err = torchstone(command, llama_dir, *args[command], "--model.attention", "flash")
     assert (code, "model.attention" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [("--device=cpu", "--system.device=cpu"), ("--chat-template=chatml", "--data.chat-template=chatml")],
+)
+def test_a_flag_and_its_config_key_are_refused_together(
+    torchstone: Command, llama_dir: Path, flag: str, key: str
+) -> None:
+    code, _, err = torchstone("chat", llama_dir, "--prompt", "hi", flag, key)
+    assert (code, "are the same setting" in err) == (2, True)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -654,6 +655,29 @@ class TestOrphans:
         script += "Path(sys.argv[1], f'ready-{rank}').touch()\ntime.sleep(100)"
         launcher = self.launcher(script, tmp_path)
         assert self.killed(launcher, lambda _: len(list(tmp_path.glob("ready-*"))) == 2) == []
+
+    def test_another_users_folder_is_not_used_for_the_config(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After a cleanup of /tmp anyone can make a folder of the same name, and change the config in it."""
+        folders: list[Path] = []
+        start = local.Launch._start
+
+        def start_in_a_foreign_folder(launch: local.Launch, assignment: Any) -> None:
+            folders.append(launch.folder)
+            assert launch.folder.stat().st_mode & 0o777 == 0o700
+            shutil.rmtree(launch.folder)
+            if len(folders) == 1:
+                start(launch, assignment)
+                assert launch.folder.stat().st_mode & 0o777 == 0o700
+            else:
+                launch.folder.symlink_to(tmp_path)
+                start(launch, assignment)
+
+        monkeypatch.setattr(local.Launch, "_start", start_in_a_foreign_folder)
+        with pytest.raises(WorkerError, match="belongs to another user"):
+            run_workers(command("sys.exit(7)", tmp_path), 1, max_restarts=1, logs=tmp_path)
+        assert len(folders) == 2
 
     def test_a_worker_behind_a_shell_is_no_orphan(self, tmp_path: Path) -> None:
         script = "time.sleep(1.2)\nPath(sys.argv[1], f'done-{rank}').touch()"

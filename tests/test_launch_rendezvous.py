@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from processes import PRELOADED
@@ -230,6 +231,37 @@ def test_a_state_without_the_secret_ends_the_wait_and_is_not_unpickled(launchers
     assert not (launchers.folder / "executed").exists()
     error = launchers.screen(0).splitlines()[-2]
     assert error.startswith(f"error: the node at {launchers.endpoint} belongs to another run, or someone else wrote to")
+
+
+class TestSignatures:
+    def test_a_value_that_someone_else_wrote_is_not_read(self) -> None:
+        store, signature = HashStore(), rendezvous.Signature(b"secret")
+        signed = rendezvous.SignedStore(store, signature)
+        signed.set("node", [0, 2])
+        assert signed.get("node") == [0, 2]
+        store.set("other", store.get("node").decode())
+        for value in ("[0, 2]", b"[0, 2]".hex(), (32 * b"0" + b"[0, 2]").hex()):
+            store.set("unsigned", value)
+            for reader, key in ((signed, "unsigned"), (signed, "other"), (other_secret(store), "node")):
+                with pytest.raises(RendezvousStateError, match=f"{key} is not signed with the secret of this run"):
+                    reader.get(key)
+
+    def test_a_state_is_verified_also_when_it_answers_a_write(self) -> None:
+        """Torch unpickles the state that it finds when it could not write its own."""
+
+        class Backend:
+            name = "fake"
+
+            def set_state(self, state: bytes, token: Any) -> tuple[bytes, int, bool]:
+                return b"a pickle", 1, False
+
+        backend = rendezvous.SignedBackend(Backend(), rendezvous.Signature(b"secret"))
+        with pytest.raises(RendezvousStateError, match="state is not signed"):
+            backend.set_state(b"ours")
+
+
+def other_secret(store: HashStore) -> rendezvous.SignedStore:
+    return rendezvous.SignedStore(store, rendezvous.Signature(b"of another run"))
 
 
 def test_nodes_with_different_secrets_do_not_meet(launchers: Launchers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -364,6 +365,34 @@ class TestWhichCheckpoint:
         assert "optimizer.safetensors: damaged" in warnings
         assert f"step-00000004 is damaged: renamed to {damaged}/checkpoints/damaged-step-00000004" in warnings
         assert_same_run(whole, damaged, STEPS)
+
+    def test_one_that_cannot_be_read_is_not_taken_for_damaged(
+        self, settings: Settings, chat_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A network disk that fails for a moment must not cost steps."""
+        overrides = chat_run(settings, chat_file, tmp_path / "run")
+        api.train(load_config(overrides=overrides), callbacks=[StopAt(4)])
+
+        def fail(path: Path) -> str:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+        with monkeypatch.context() as patches:
+            patches.setattr(manifest, "file_hash", fail)
+            with pytest.raises(CheckpointError, match=r"step-00000004: cannot be read: .*Input/output error"):
+                api.train(load_config(overrides=overrides))
+        assert [step for step, _ in manifest.list_checkpoints(tmp_path / "run/checkpoints")] == [2, 4]
+
+    def test_the_one_just_saved_stays_beside_one_of_a_higher_step(
+        self, settings: Settings, chat_file: Path, tmp_path: Path
+    ) -> None:
+        class CopyAsStep9(Callback):
+            def on_checkpoint(self, run: Run, folder: Path) -> None:
+                if run.progress.step == 2:
+                    shutil.copytree(folder, folder.with_name("step-00000009"))
+
+        overrides = chat_run(settings, chat_file, tmp_path / "run", checkpoint__keep_last=1)
+        api.train(load_config(overrides=overrides), callbacks=[CopyAsStep9(), StopAt(3)])
+        assert [step for step, _ in manifest.list_checkpoints(tmp_path / "run/checkpoints")] == [3, 9]
 
     def test_a_damaged_one_does_not_count_as_one_to_keep(
         self, settings: Settings, chat_file: Path, tmp_path: Path

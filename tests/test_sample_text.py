@@ -17,6 +17,7 @@ from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
+from torchstone.models.decoder import Decoder
 from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
 
@@ -38,11 +39,9 @@ def train(overrides: dict[str, Any]) -> Path:
     return Path(overrides["output_dir"])
 
 
-def train_twice(runs: list[dict[str, Any]], samples: dict[str, Any]) -> None:
-    """Each run without and with samples."""
+def train_all(runs: list[dict[str, Any]]) -> None:
     for overrides in runs:
         api.train(overrides=overrides)
-        api.train(overrides=overrides | samples | {"output_dir": overrides["output_dir"] + "-samples"})
 
 
 @pytest.mark.parametrize("implementation", ["native", "fallback"])
@@ -124,6 +123,30 @@ class TestPrompts:
             train(settings(observe__sample_every_steps=1, observe__sample_tokens=32))
 
 
+def test_logits_of_a_long_row_are_never_all_in_memory(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = set()
+    compute_logits = Decoder.compute_logits
+
+    def record(self: Decoder, x_BTD: torch.Tensor) -> torch.Tensor:
+        shapes.add(tuple(x_BTD.shape[:2]))
+        return compute_logits(self, x_BTD)
+
+    run = settings(training__max_steps=1, observe__sample_every_steps=1, observe__sample_tokens=4)
+    run["observe.sample_prompts"] = ["The river", "Once, long ago,"]
+    monkeypatch.setattr(Decoder, "compute_logits", record)
+    train(run)
+    assert (2, 1) in shapes
+    assert len(shapes) == 2, "the other ones are those of training"
+
+
+def test_a_run_that_starts_again_moves_old_samples_aside(settings: Settings) -> None:
+    run = settings(training__max_steps=4, checkpoint__at_end=False, observe__sample_tokens=4)
+    folder = train(run | {"observe.sample_every_steps": 1})
+    train(run | {"observe.sample_every_steps": 3})
+    assert {sample["step"] for sample in samples_of(folder)} == {3}
+    assert len((folder / "samples-old.jsonl").read_text().splitlines()) == 12
+
+
 def test_a_run_that_was_killed_leaves_no_sample_twice(settings: Settings) -> None:
     overrides = settings(observe__sample_every_steps=2, observe__sample_tokens=4, checkpoint__every_steps=3)
     folder = train(overrides)
@@ -148,12 +171,16 @@ def test_settings_that_cannot_work_are_refused(settings: Settings, changes: dict
 
 def test_samples_are_the_same_in_every_layout(settings: Settings, tmp_path: Path) -> None:
     """Zero 3, and a vocabulary that is sharded over the ranks."""
-    samples = {"observe.sample_every_steps": 2, "observe.sample_tokens": 5}
-    base = settings(training__max_steps=2, optim__learning_rate=1e-2)
-    expected = samples_of(train(base | samples))
-    layouts = {"fsdp": {"parallel.dp_shard": 2}, "tp": {"parallel.tp": 2}}
+    base = settings(
+        training__max_steps=2, optim__learning_rate=1e-2, observe__sample_every_steps=1, observe__sample_tokens=5
+    )
+    expected = samples_of(train(base))
+    layouts = {
+        "fsdp": {"parallel.dp_shard": 2},
+        "tp": {"parallel.tp": 2},
+        "no-sequence": {"parallel.tp": 2, "parallel.sequence": False},
+    }
     runs = [base | layout | {"output_dir": str(tmp_path / name)} for name, layout in layouts.items()]
-    launch_procs(train_twice, 2, runs, samples, backend=None, timeout=120)
+    launch_procs(train_all, 2, runs, backend=None, timeout=120)
     for name in layouts:
-        assert losses(tmp_path / name) == losses(tmp_path / f"{name}-samples")
-        assert samples_of(tmp_path / f"{name}-samples") == expected
+        assert samples_of(tmp_path / name) == expected, name

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -15,6 +17,8 @@ import torchstone as package
 from tiny import flags
 from torchstone import api
 from torchstone.data.tokenize import Tokenizer
+from torchstone.errors import OutOfMemoryError
+from torchstone.testing import launch_procs
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -109,6 +113,23 @@ class TestMemory:
         assert f"{parameters / 1e9:.2f}B parameters need at least {16 * parameters / 1e9:,.1f} GB per process" in err
         code, _, err = torchstone("train", *flags(values), "--training.precision", "bf16-pure")
         assert f"need at least {8 * parameters / 1e9:,.1f} GB" in err
+        for args in (("generate", folder, "a"), ("chat", folder), ("evaluate", folder, "--data", text_file)):
+            code, _, err = torchstone(*args, "--device", "cpu")
+            assert code == 4
+            assert f"need at least {4 * parameters / 1e9:,.1f} GB" in err
+            assert "--training" not in err, "these commands have no such flag"
+
+    def test_ranks_need_the_memory_of_their_shards(self, settings: Settings) -> None:
+        large = settings(model__depth=200, model__width=32768, model__heads=256)
+        launch_procs(needed_memory, 2, large, backend=None)
+
+
+def needed_memory(overrides: dict[str, Any]) -> None:
+    """16 bytes per parameter in fp32: the weights, the gradients and two moments."""
+    with pytest.raises(OutOfMemoryError) as error:
+        api.train(overrides=overrides | {"parallel.dp_shard": 2})
+    billions, gigabytes = re.findall(r"(\S+)B parameters need at least (\S+) GB", error.value.message)[0]
+    assert float(gigabytes.replace(",", "")) == pytest.approx(16 * float(billions) / 2, rel=1e-3)
 
 
 def make_sparse_llama(folder: Path, tokenizer: Tokenizer, layers: int, width: int) -> int:

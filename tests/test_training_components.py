@@ -36,7 +36,7 @@ from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.decoder import Fusion
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
-from torchstone.observe.metrics import MetricsFile, format_steps, read_metrics
+from torchstone.observe.metrics import MetricsFile, read_metrics
 from torchstone.optim.build import build_optimizer
 from torchstone.optim.clip import clip_grads_with_norm_, squared_norm
 from torchstone.optim.schedule import lr_at_step, schedule_warnings
@@ -366,26 +366,6 @@ class TestRunLength:
         assert left == counts
 
     @pytest.mark.parametrize(
-        ("saving", "seconds", "count"),
-        [
-            ({}, 1799, 1),
-            ({}, 4 * 1800 + 1, 5),
-            ({}, 10**6, 10),
-            ({"at_end": False}, 1800, 1),
-            ({"every_minutes": 1}, 150, 3),
-            ({"every_minutes": 1, "every_steps": 5}, 150, 2),
-            ({"every_minutes": 1, "every_steps": 3}, 0, 4),
-            ({"every_minutes": 0}, 10**6, 1),
-            ({"every_steps": 5}, 10**6, 2),
-        ],
-    )
-    def test_the_eta_counts_checkpoints_by_the_clock(self, saving: dict[str, Any], seconds: float, count: int) -> None:
-        """Ten steps, `seconds` from the last checkpoint to the end of the run."""
-        config = Config(training=TrainingConfig(max_steps=10), checkpoint=CheckpointConfig(**saving))
-        plan = plan_schedule(config, fixed_data([10] * 40, 3), Progress())
-        assert plan.count_left(plan.checkpoint, Progress(), seconds) == count
-
-    @pytest.mark.parametrize(
         ("checkpoint", "words"),
         [
             ({}, "saves every 30 minutes and at the end, keeping 2"),
@@ -488,10 +468,10 @@ class TestMetrics:
     def test_steps_without_a_line_are_known(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         path.write_text("".join(json.dumps({"step": n}) + "\n" for n in (3, 4, 7, 9)))
-        assert MetricsFile(path, last_step=8).missing_steps == [1, 2, 5, 6, 8]
-        assert MetricsFile(path, last_step=7, first_step=3).missing_steps == [5, 6]
-        assert MetricsFile(tmp_path / "none.jsonl", last_step=2).missing_steps == [1, 2]
-        assert format_steps([1, 2, 5, 7, 8, 9]) == "1 to 2, 5, 7 to 9"
+        assert MetricsFile(path, last_step=8).missing_steps == 5
+        assert MetricsFile(path, last_step=7, first_step=3).missing_steps == 2
+        assert MetricsFile(tmp_path / "none.jsonl", last_step=2).missing_steps == 2
+        assert MetricsFile(tmp_path / "none.jsonl", last_step=0).missing_steps == 0
 
     def test_a_last_line_without_newline_gets_one(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"

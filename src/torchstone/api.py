@@ -9,6 +9,7 @@ Functions that end in `_with_config` take a validated `Config`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -62,7 +63,7 @@ from torchstone.training.generation import (
     DEFAULT_TEMPERATURE,
     GeneratedText,
     SamplingOptions,
-    TextSink,
+    TextCallback,
     encode_text_prompt,
     generate_text,
 )
@@ -81,6 +82,8 @@ from torchstone.training.stop import handle_stop_signals
 
 # Default maximum row length for evaluation; a model with fewer positions lowers it.
 EVALUATION_LENGTH = 1024
+# For commands that do not train.
+MEMORY_HINT = "use a smaller model, or a device with more memory (--device cuda)"
 
 
 def train(
@@ -273,8 +276,11 @@ def evaluate(
     expression for what is compared of an answer of at most `max_tokens` tokens. `overrides` are config keys such as
     data.on_bad_row.
     """
-    console, options = Console("quiet" if quiet else "auto"), AnswerOptions(questions, max_tokens, extract)
-    options.pattern()
+    console = Console("quiet" if quiet else "auto")
+    try:
+        options = AnswerOptions(questions, max_tokens, None if extract is None else re.compile(extract))
+    except re.error as error:
+        raise UsageError(f"--extract {extract!r} is not a regular expression: {error}") from None
     settings: dict[str, Any] = {
         "model.path": source,
         "model.trust_remote_code": trust_remote_code,
@@ -290,7 +296,7 @@ def evaluate(
     torch_device = select_device(config.system)
     folder = resolve_model_folder(source, trust_remote_code=config.model.trust_remote_code)
     execution = _execution(config, packed=config.data.packing)
-    check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, torch_device)
+    check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, torch_device, MEMORY_HINT)
     check_model_folder(folder, torch_device, torch.float32, execution)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
     path = _data_path(data, config.data.cache_dir, console)
@@ -347,7 +353,7 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     device: Device = "auto",
-    on_text: TextSink | None = None,
+    on_text: TextCallback | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
     """Returns the text with which a model (run, checkpoint or folder) continues `prompt`, the start of a document.
@@ -360,7 +366,7 @@ def generate(
 
 
 def generate_with_config(
-    config: Config, prompt: str, max_tokens: int, sampling: SamplingOptions, on_text: TextSink | None = None
+    config: Config, prompt: str, max_tokens: int, sampling: SamplingOptions, on_text: TextCallback | None = None
 ) -> GeneratedText:
     model, tokenizer = _load_model_and_tokenizer(config)
     ids, generator = encode_text_prompt(tokenizer, prompt), _generator(model, sampling.seed)
@@ -403,7 +409,7 @@ class Chat:
         self.messages: list[Message] = []
         self.reset()
 
-    def ask(self, question: str, on_text: TextSink | None = None) -> str:
+    def ask(self, question: str, on_text: TextCallback | None = None) -> str:
         """Returns the answer; `on_text` gets it while it is generated."""
         messages: list[Message] = [*self.messages, {"role": "user", "content": question}]
         prompt = self.tokenizer.encode(self.tokenizer.template.render_prompt(messages))
@@ -427,7 +433,7 @@ def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[M
     device = select_device(config.system)
     folder = resolve_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
     execution = _execution(config, packed=False)
-    check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, device)
+    check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, device, MEMORY_HINT)
     check_model_folder(folder, device, torch.float32, execution)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
     if for_chat:
@@ -461,8 +467,8 @@ def _check_chat(folder: Path, config: Config, tokenizer: Tokenizer) -> None:
     if reason is not None:
         raise UsageError(
             f"{folder} cannot chat: {reason}",
-            f'torchstone generate {config.model.path} "Once upon a time" continues a text; --chat-template chatml, or '
-            "another, chats all the same",
+            f'torchstone generate {config.model.path} "Once upon a time" continues a text; --chat-template chatml '
+            "(or another) uses a template anyway",
         )
 
 

@@ -120,7 +120,7 @@ def temporary_path(final: Path, state: str) -> Path:
 
 
 def free_path(path: Path) -> Path:
-    """`path`, or with a number behind its stem if something of that name exists."""
+    """`path`, or with a number after its stem if something of that name exists."""
     numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
     return next(name for name in chain([path], numbered) if not os.path.lexists(name))
 

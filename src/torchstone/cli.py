@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -67,7 +66,7 @@ def _check_not_negative(type_: Any, value: int | str) -> None:
 
 CountOrAll = Annotated[Literal["all"] | int, Parameter(validator=_check_not_negative)]
 SamplingFlags = Annotated[SamplingOptions, Parameter(name="*")]
-NO_SAMPLING_OPTIONS = SamplingOptions()
+DEFAULT_SAMPLING = SamplingOptions()
 COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "launch")
 # Config keys of commands that do not train: those that errors about a model or its data name.
 MODEL_KEYS = (
@@ -116,6 +115,7 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
         elif args[:1] and args[0] in KEYS_OF_COMMAND:
             flags, args = extract_config_flags(args, KEYS_OF_COMMAND[args[0]])
             flags = [(key.replace("-", "_"), value) for key, value in flags]
+            _check_same_settings(args, [key for key, _ in flags])
         build_app(Commands(flags, resolver, ignore_late_signals))(args, exit_on_error=False, print_error=False)
         # Not when Python exits: it would then be too late to catch a broken pipe.
         sys.stdout.flush()
@@ -445,9 +445,8 @@ class Commands:
         _print_result({key: value for key, value in result.items() if as_json or key != "examples"}, as_json)
         if as_json:
             return
-        right, wrong = ([example for example in examples if example["right"] is value][:2] for value in (True, False))
-        for example in right + wrong:
-            verdict = "right" if example["right"] else f"expected {example['wanted']!r}"
+        for example in examples:
+            verdict = "right" if example["right"] else f"expected {example['expected']!r}"
             _print_line(f"  {example['question']}  ->  {example['answer']}  ({verdict})")
 
     def export(
@@ -484,7 +483,7 @@ class Commands:
         system: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
         chat_template: str | None = None,
         max_tokens: MaxTokens = 256,
-        sampling: SamplingFlags = NO_SAMPLING_OPTIONS,
+        sampling: SamplingFlags = DEFAULT_SAMPLING,
         device: Device = "auto",
         trust_remote_code: bool = False,
     ) -> None:
@@ -534,7 +533,7 @@ class Commands:
         /,
         *,
         max_tokens: MaxTokens = 256,
-        sampling: SamplingFlags = NO_SAMPLING_OPTIONS,
+        sampling: SamplingFlags = DEFAULT_SAMPLING,
         device: Device = "auto",
         trust_remote_code: bool = False,
     ) -> None:
@@ -542,12 +541,12 @@ class Commands:
 
         Args:
             source: A run, a checkpoint, a Hugging Face folder, or a model on the hub (org/name).
-            prompt: The text to continue; - or a pipe reads it from stdin. By default a new document.
+            prompt: The text to continue; - reads it from stdin. By default a new document.
             max_tokens: Maximum number of new tokens.
             device: auto, cpu or cuda.
             trust_remote_code: Run code from the model's folder.
         """
-        if prompt == "-" or (prompt is None and _has_piped_input()):
+        if prompt == "-":
             prompt = _read_input(sys.stdin.read).removesuffix("\n")
         from torchstone import api
 
@@ -582,7 +581,7 @@ class Commands:
         is_first_node = plan.nodes.max_nodes == 1 or plan.nodes.node_rank == 0
         with ExitStack() as stack:
             lock = stack.enter_context(lock_run_folder(output_dir)) if is_first_node else None
-            # Of this launch only: workers that restart must not read the config of another one.
+            # Each launch has its own files, so that restarted workers never read the config of another launch.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchstone-")))
             file, pinned = folder / "config.json", folder / "pinned.json"
             file.write_text(text)
@@ -590,8 +589,8 @@ class Commands:
             code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
             if code == 0:
                 # The workers get the commits of what is on the hub.
-                files = WorkerFiles(_log_folder(config), {pinned: pinned.read_text()}, lock, output_dir / SECRET_FILE)
-                code = run_workers(plan, [*command, "train", str(pinned)], files, self.ignore_late_signals)
+                files = WorkerFiles(_log_folder(config), pinned.read_text(), lock, output_dir / SECRET_FILE)
+                code = run_workers(plan, [*command, "train"], files, self.ignore_late_signals)
         if code:
             sys.exit(code)
 
@@ -617,7 +616,7 @@ class Commands:
 
 
 def _keys_help(command: str) -> str:
-    return f"Config keys that are flags here, too: {', '.join(f'--{key}' for key in KEYS_OF_COMMAND[command])}."
+    return f"These config keys are flags, too: {', '.join(f'--{key}' for key in KEYS_OF_COMMAND[command])}."
 
 
 def _answer(conversation: Chat, question: str) -> None:
@@ -643,13 +642,13 @@ def _read_input(read: Callable[[], str]) -> str:
         raise UsageError(f"the input is not UTF-8: {error}") from None
 
 
-def _has_piped_input() -> bool:
-    """Whether stdin is a pipe or a file. Not every stdin that is no terminal has a prompt: services have /dev/null."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+def _check_same_settings(args: Sequence[str], keys: Sequence[str]) -> None:
+    """Raises if a flag such as --device and its config key are both given: one would win silently."""
+    flags = {arg.partition("=")[0].replace("_", "-") for arg in args}
+    for key in keys:
+        flag = f"--{key.partition('.')[2].replace('_', '-')}"
+        if flag in flags:
+            raise UsageError(f"{flag} and --{key} are the same setting", "give one of them")
 
 
 def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageError:

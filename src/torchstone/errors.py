@@ -66,7 +66,7 @@ class StoppedBySignal(TorchstoneError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the machine's memory is used up: of Python, of the system, or of torch."""
+    """Whether this is an out-of-memory error of Python, the system or torch."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     is_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)

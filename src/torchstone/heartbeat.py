@@ -37,8 +37,9 @@ from torchstone.terminal import escape_message
 # store (parallel/mesh.py), which replaces MASTER_ADDR and MASTER_PORT on a single node.
 FOLDER_VARIABLE = "TORCHSTONE_HEARTBEATS"
 STORE_VARIABLE = "TORCHSTONE_STORE"
-# The launcher's process id, and the seconds to save when it is gone; the open file that locks the run's folder.
+# "PID SECONDS": the launcher's process id, and the time to save when it is gone.
 LAUNCHER_VARIABLE = "TORCHSTONE_LAUNCHER"
+# The descriptor of the open file that locks the run's folder.
 LOCK_VARIABLE = "TORCHSTONE_LOCK"
 # torchrun's variable: where a worker writes the error that ends it.
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"

@@ -92,15 +92,15 @@ def resolve_dtype(folder: Path, requested: str) -> tuple[torch.dtype, str]:
     dtypes = _stored_dtypes(folder)
     reason = "as in the source"
     if len(dtypes) > 1:
-        reason = f"it holds all of the source's {', '.join(sorted(map(dtype_name, dtypes)))}"
+        reason = f"the narrowest dtype that holds the source's {', '.join(sorted(map(dtype_name, dtypes)))}"
     return stored_dtype(folder), reason
 
 
 def source_dtype(folder: Path) -> str | None:
     """The dtype in which runs that start from a folder are exported, for their checkpoints; None: as they are stored.
 
-    A Hugging Face folder has its own. A checkpoint has the one of the model that its run started from: weights that
-    train in fp32 are not a wish for an export in fp32. A new model has none, nor has a checkpoint of version 0.1.
+    A Hugging Face folder has its own. A checkpoint has the one of the model that its run started from: training in
+    fp32 does not mean that the export should be fp32. A new model has none, nor has a checkpoint of version 0.1.
     """
     if not (folder / STATE_FILE).is_file():
         return dtype_name(stored_dtype(folder))

@@ -47,8 +47,8 @@ def find_resume_checkpoint(
     for _, folder in reversed(checkpoints):
         try:
             manifest.verify_checkpoint(folder, ctx)
-        except manifest.UnlistedFilesError:
-            # An older checkpoint would lose steps, and someone has to look at these files anyway.
+        except (manifest.UnlistedFilesError, manifest.UnreadableError):
+            # This one may be good, and an older one would lose steps.
             raise
         except CheckpointError as error:
             warn(f"{error.message}; trying the previous checkpoint")

@@ -28,10 +28,15 @@ FORMAT = 1
 # an adapter leads Transformers to other weights.
 TENSOR_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf")
 ADAPTER_CONFIG = "adapter_config.json"
+UNREADABLE_HINT = "nothing was changed: start again when it can be read, or move it away"
 
 
 class UnlistedFilesError(CheckpointError):
     """A checkpoint with files that its manifest does not list. It is not damaged: without them it can be used."""
+
+
+class UnreadableError(CheckpointError):
+    """The operating system could not read a checkpoint, which may be intact."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -82,7 +87,7 @@ def verify_checkpoint(folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> No
     except CheckpointError as own_error:
         error = own_error
     except OSError as failure:
-        error = CheckpointError(f"{folder}: cannot be read: {failure}")
+        error = UnreadableError(f"{folder}: cannot be read: {failure}", UNREADABLE_HINT)
     ctx.raise_on_all_ranks(error)
 
 
@@ -106,7 +111,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UnreadableError(f"{path}: cannot be read: {error}", UNREADABLE_HINT) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: damaged: not a JSON object")

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchstone import heartbeat
@@ -37,13 +38,13 @@ INTERRUPTED = 130
 class WorkerFiles:
     """The files of workers that train.
 
-    `logs` is the folder of their logs. `configs` are written before every start: they are in /tmp, where a cleanup may
-    have removed them. `lock` is the open file that locks the run's folder, which the workers inherit. `secret` is the
-    file with the secret of the rendezvous.
+    `logs` is the folder of their logs. `config` is the text of their config file, the last argument of their command.
+    `lock` is the open file that locks the run's folder, which the workers inherit. `secret` is the file with the secret
+    of the rendezvous.
     """
 
     logs: Path
-    configs: Mapping[Path, str] = field(default_factory=dict)
+    config: str | None = None
     lock: int | None = None
     secret: Path | None = None
 
@@ -59,7 +60,7 @@ def run_workers(
     call.
     """
     has_other_nodes = plan.nodes.max_nodes > 1
-    with tempfile.TemporaryDirectory(prefix="torchstone-") as name:
+    with tempfile.TemporaryDirectory(prefix="torchstone-", ignore_cleanup_errors=True) as name:
         supervisor = Supervisor(plan.system, Path(name), files.logs if files else None, has_other_nodes)
         launch = Launch(plan, command, Path(name), supervisor, files)
         with supervisor.handle_signals(ignore_late_signals):
@@ -160,25 +161,32 @@ class Launch:
         return RankAssignment(0, self.plan.nproc, 0, 1, attempt, environment)
 
     def _start(self, assignment: RankAssignment) -> None:
-        # A cleanup of /tmp may have removed it since the last attempt.
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path, text in self.files.configs.items() if self.files else ():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, text)
-        lock = self.files.lock if self.files else None
+        self._make_folder()
+        lock, command = self.files.lock if self.files else None, [*self.command]
+        if self.files and self.files.config is not None:
+            write_text(self.folder / "config.json", self.files.config)
+            command.append(str(self.folder / "config.json"))
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for local_rank in range(self.plan.nproc):
                 rank = assignment.first_rank + local_rank
                 heartbeat.create_heartbeat(self.folder, rank)
                 processes[rank] = subprocess.Popen(
-                    self.command,
+                    command,
                     env=self._environment(local_rank, assignment),
                     start_new_session=True,
                     pass_fds=() if lock is None else (lock,),
                 )
         finally:
             self.supervisor.watch(processes)
+
+    def _make_folder(self) -> None:
+        """A cleanup of /tmp may have removed the folder since the last attempt. Its name is known, so another user may
+        have made one: they could change the config."""
+        with suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
+            raise WorkerError(f"{self.folder} belongs to another user", "set TMPDIR to a folder of your own")
 
     def _environment(self, local_rank: int, assignment: RankAssignment) -> dict[str, str]:
         """The launcher's variables, torchrun's and ours. GPU_RANK is the label of the log lines."""

@@ -109,6 +109,24 @@ class SignedBackend:
         return None if answer is None else (self._signature.verify("state", answer[0]), *answer[1:])
 
 
+class SignedStore:
+    """A store of torch with signed JSON values."""
+
+    def __init__(self, store: Any, signature: Signature) -> None:
+        self._store, self._signature = store, signature
+
+    def set(self, key: str, value: Any) -> None:
+        # In hexadecimal digits: torch declares values as text.
+        self._store.set(key, self._signature.sign(key, json.dumps(value).encode()).hex())
+
+    def get(self, key: str) -> Any:
+        try:
+            signed = bytes.fromhex(self._store.get(key).decode())
+        except ValueError:
+            signed = b""
+        return json.loads(self._signature.verify(key, signed))
+
+
 class NodeGroup:
     """The nodes of a run, as the launcher of one node sees them. A `WorkerError` means that they are out of reach."""
 
@@ -218,8 +236,9 @@ class NodeGroup:
         with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
             self._info = self._handler.next_rendezvous()
         rank, num_nodes = self._info.rank, self._info.world_size
-        self._write(f"torchstone/node/{rank}", [self._nodes.node_rank, self._nproc, attempt])
-        nodes = [self._read(f"torchstone/node/{number}") for number in range(num_nodes)]
+        store = SignedStore(self._info.store, self._signature)
+        store.set(f"torchstone/node/{rank}", [self._nodes.node_rank, self._nproc, attempt])
+        nodes = [store.get(f"torchstone/node/{number}") for number in range(num_nodes)]
         order = _order([node_rank for node_rank, _, _ in nodes])
         position = order.index(rank)
         sizes = [nodes[number][1] for number in order]
@@ -230,23 +249,12 @@ class NodeGroup:
             # A new store for every attempt: an old one holds the addresses of processes that are gone.
             self._worker_store = host_store(address, 0)
             print_line(f"the store of the workers listens at {address}, port {self._worker_store.port}")
-            self._write("torchstone/store", [address, self._worker_store.port])
-        host, port = self._read("torchstone/store")
+            store.set("torchstone/store", [address, self._worker_store.port])
+        host, port = store.get("torchstone/store")
         # The last one tells torch that the store runs in the launcher and not in rank 0.
         environment = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         environment |= interface_variables(address, "GLOO_SOCKET_IFNAME")
         return RankAssignment(sum(sizes[:position]), sum(sizes), position, num_nodes, attempt, environment)
-
-    def _write(self, key: str, value: Any) -> None:
-        # In hexadecimal digits: torch declares values as text.
-        self._info.store.set(key, self._signature.sign(key, json.dumps(value).encode()).hex())
-
-    def _read(self, key: str) -> Any:
-        try:
-            signed = bytes.fromhex(self._info.store.get(key).decode())
-        except ValueError:
-            signed = b""
-        return json.loads(self._signature.verify(key, signed))
 
     def _connect(self) -> Any:
         """Torch's handler. Retries, because the host may start later and its name may not resolve yet."""

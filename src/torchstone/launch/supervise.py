@@ -246,8 +246,8 @@ class Supervisor:
 
     def _can_save(self) -> bool:
         """Whether workers get time to save: none has failed, a step has begun, and Ctrl-C was not pressed twice."""
-        is_impatient = signal.SIGINT in self.signals[1:]
-        return not self._is_broken() and not is_impatient and (not self.signals or self._has_trained())
+        is_second_interrupt = signal.SIGINT in self.signals[1:]
+        return not self._is_broken() and not is_second_interrupt and (not self.signals or self._has_trained())
 
     def _is_broken(self) -> bool:
         return self._hang is not None or any(self._exit_code(rank) != EXIT_SAVED for rank in self._failed_ranks)

@@ -17,7 +17,7 @@ from torchstone.models.attention import PADDING_DOC_ID, KVCache
 from torchstone.models.decoder import Decoder
 
 # Gets the new token of each row, -1 for a row that has ended.
-TokenSink = Callable[[list[int]], None]
+TokenCallback = Callable[[list[int]], None]
 
 
 @torch.inference_mode()
@@ -30,7 +30,7 @@ def generate(
     generator: torch.Generator | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
-    on_tokens: TokenSink | None = None,
+    on_tokens: TokenCallback | None = None,
 ) -> list[list[int]]:
     """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy.
 

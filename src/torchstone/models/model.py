@@ -26,7 +26,7 @@ from torchstone.models.execution import (
 )
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES, Family
-from torchstone.models.generate import TokenSink, generate
+from torchstone.models.generate import TokenCallback, generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
 from torchstone.models.sizing import describe, parameter_count
 
@@ -95,7 +95,7 @@ class Model(ABC):
         generator: torch.Generator | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
-        on_tokens: TokenSink | None = None,
+        on_tokens: TokenCallback | None = None,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy.
 

@@ -129,10 +129,13 @@ class Console:
         """Writes to the log file only."""
         if self._log_opener is not None:
             self._kept_lines.append(add_prefix(text, level, self.label))
+        self._write_log(add_prefix(text, level, self.label))
+
+    def _write_log(self, text: str) -> None:
         if self._log_file is None:
             return
         try:
-            _write(self._log_file, add_prefix(text, level, self.label))
+            _write(self._log_file, text)
         except (OSError, ValueError) as error:
             file, self._log_file = self._log_file, None
             # Its buffer would raise again when it is closed later.
@@ -145,7 +148,7 @@ class Console:
         """Opens the log and writes the lines that were kept in memory. Does nothing if it is open."""
         if self._log_opener is not None:
             self._log_file, self._log_opener = self._log_opener(), None
-            _write(self._log_file, "".join(self._kept_lines))
+            self._write_log("".join(self._kept_lines))
             self._kept_lines.clear()
 
     def begin(self, total: int | None, done: int) -> None:

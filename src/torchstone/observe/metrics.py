@@ -1,15 +1,13 @@
 """metrics.jsonl: one line of unrounded metrics per step, to be read by programs.
 
-A resumed run first removes the lines after its checkpoint, so that the file reads as one uninterrupted run. A file of
-which no line would stay is moved aside instead: it may be all that is left of an earlier attempt.
+A resumed run first removes the lines after its checkpoint, so that the file reads as one uninterrupted run. If no
+line would remain, the file is renamed instead: it may be all that is left of an earlier attempt.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,17 +16,16 @@ import torch
 
 from torchstone.atomic import free_path, fsync, write_text
 
-MAX_RANGES = 8
-
 
 class MetricsFile:
-    """`removed_lines` and `moved_to` say what became of the old lines. `missing_steps` have no line."""
+    """`removed_lines` and `moved_to` say what became of the old lines; `missing_steps` is the number of steps without
+    a line."""
 
     def __init__(self, path: Path, last_step: int, is_writer: bool = True, first_step: int = 1) -> None:
         """Opens `path` to continue after `last_step`. Only one rank of a run is the writer."""
         self.removed_lines = 0
         self.moved_to: Path | None = None
-        self.missing_steps: list[int] = []
+        self.missing_steps = 0
         self._file: TextIO | None = None
         if not is_writer:
             return
@@ -41,7 +38,8 @@ class MetricsFile:
         elif kept != text:
             write_text(path, kept)
             self.removed_lines = len(lines) - kept.count("\n")
-        self.missing_steps = sorted(set(range(first_step, last_step + 1)) - set(steps))
+        found = {step for step in steps if first_step <= step <= last_step}
+        self.missing_steps = max(0, last_step - first_step + 1) - len(found)
         self._file = path.open("a", encoding="utf-8")
         fsync(path.parent)
 
@@ -69,13 +67,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss
-
-
-def format_steps(steps: Sequence[int]) -> str:
-    """`1 to 4, 7`"""
-    groups = [list(group) for _, group in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])]
-    ranges = [str(g[0][1]) if len(g) == 1 else f"{g[0][1]} to {g[-1][1]}" for g in groups]
-    return ", ".join(ranges[:MAX_RANGES]) + (" and more" if len(ranges) > MAX_RANGES else "")
 
 
 def _step_of(line: str) -> float:

@@ -180,6 +180,9 @@ def init_distributed(
         yield SINGLE_PROCESS
         return
     is_new_group = not dist.is_initialized()
+    # A group of one talks to nobody, but gloo opens a port at the address of the machine's name.
+    loopback = interface_variables(LOOPBACK, "GLOO_SOCKET_IFNAME") if world_size == 1 else {}
+    os.environ |= loopback
     if is_new_group:
         _init_process_group(world_size, device, timeout, join_timeout)
     sizes = tuple(getattr(dims, dim) for dim in MESH_DIMS)
@@ -190,6 +193,8 @@ def init_distributed(
         # A group of several ranks stays open for the next run in these processes: a new group would need a new port.
         if is_new_group and world_size == 1:
             dist.destroy_process_group()
+        for name in loopback:
+            del os.environ[name]
     if is_new_group and world_size > 1:
         atexit.register(dist.destroy_process_group)
 
@@ -222,10 +227,7 @@ def local_rank() -> int:
 def _init_process_group(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank, store = 0, dist.HashStore()
-    if world_size == 1:
-        # A group of one talks to nobody, but gloo opens a port at the address of the machine's name.
-        os.environ |= interface_variables(LOOPBACK, "GLOO_SOCKET_IFNAME")
-    else:
+    if world_size > 1:
         rank, store = int(os.environ["RANK"]), _open_store(join_timeout)
         store = dist.PrefixStore(_agree_on_prefix(store, rank, world_size, join_timeout), store)
         store.set_timeout(timeout)

@@ -12,12 +12,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchstone.config.schema import ParallelConfig
 from torchstone.data.collate import MicroBatch
 from torchstone.loss.cross_entropy import token_loss_sum
+from torchstone.models.decoder import Decoder
 from torchstone.models.model import Model
 from torchstone.parallel.fsdp import reduces_once_per_step, reshard, set_fsdp_sync
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
@@ -84,13 +85,24 @@ class Runner:
 
         Not for pipelines, whose stages return losses.
         """
+        module, rows, last_B = self.model.module, torch.arange(len(ids_BT)), last_B.to(self.device)
+        inputs = ids_BT.to(self.device), positions_BT.to(self.device)
+
+        def last_logits(x_BTD: Tensor, _: Tensor) -> Tensor:
+            """Only those of `last_B`: the logits of all positions could fill the memory."""
+            if not isinstance(x_BTD, DTensor):
+                return module.compute_logits(x_BTD[rows, last_B][:, None])
+            x_B1D = x_BTD.full_tensor()[rows, last_B][:, None]
+            x_B1D = DTensor.from_local(x_B1D, x_BTD.device_mesh, [Replicate()], run_check=False)
+            return module.compute_logits(x_B1D).full_tensor()
+
         # Rows of a new shape would be compiled.
         with torch.compiler.set_stance("force_eager"):
-            logits_BTV = self.model.module(ids_BT.to(self.device), positions_BT.to(self.device))
-        if isinstance(logits_BTV, DTensor):
-            logits_BTV = logits_BTV.full_tensor()
-        rows = torch.arange(len(ids_BT), device=self.device)
-        return logits_BTV[rows, last_B.to(self.device)].argmax(dim=-1).tolist()
+            if isinstance(module, Decoder):
+                logits_BV = module(*inputs, loss_fn=last_logits)[:, 0]
+            else:
+                logits_BV = module(*inputs)[rows, last_B]
+        return logits_BV.argmax(dim=-1).tolist()
 
     def reshard(self) -> None:
         """Call it after `forward`, which leaves some parameters gathered: the optimizer updates only the shards."""

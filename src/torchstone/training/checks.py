@@ -57,7 +57,7 @@ def _non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]
     """The Hugging Face names of tensors that are not finite on some rank. All ranks must call it.
 
     `tensors` are this rank's: the name of the parameter that a tensor is shaped and sharded like, the tensor, and what
-    to write behind its name.
+    as a suffix of its name.
     """
     model, flags, names = runner.model, list[Tensor](), list[str]()
     for name, tensor, label in tensors:
@@ -72,7 +72,7 @@ def _non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]
     return list(dict.fromkeys(name for rank in runner.ctx.all_gather_object(own) for name in rank))
 
 
-def check_memory(needed: int, parameters: int, device: torch.device) -> None:
+def check_memory(needed: int, parameters: int, device: torch.device, hint: str) -> None:
     """Raises if this rank's device has less memory than `needed` bytes, the least for `parameters` parameters."""
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[1]
@@ -83,7 +83,7 @@ def check_memory(needed: int, parameters: int, device: torch.device) -> None:
         raise OutOfMemoryError(
             f"{parameters / 1e9:.2f}B parameters need at least {needed / 1e9:,.1f} GB per process, without "
             f"activations, but {device} has {memory / 1e9:,.1f} GB",
-            "use a smaller model, --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards the model)",
+            hint,
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from torchstone.config.schema import Config
 from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX, Message, RowFormat, read_conversation
 from torchstone.data.loader import RunData, StepBatch, load_data
-from torchstone.data.sources import BadRow, Row, find_files, parse_rows, read_chunks
+from torchstone.data.sources import BadRow, find_files, parse_rows, read_chunks
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import NumericalError, UsageError
 from torchstone.models.model import Model
@@ -49,15 +49,7 @@ class AnswerOptions:
 
     max_questions: int | None = None
     max_new_tokens: int | None = None
-    extract: str | None = None
-
-    def pattern(self) -> re.Pattern[str] | None:
-        if self.extract is None:
-            return None
-        try:
-            return re.compile(self.extract)
-        except re.error as error:
-            raise UsageError(f"--extract {self.extract!r} is not a regular expression: {error}") from None
+    pattern: re.Pattern[str] | None = None
 
 
 def evaluate_file(
@@ -70,7 +62,6 @@ def evaluate_file(
     console: Console,
 ) -> dict[str, Any]:
     """`loss` per token over `tokens`, and for conversations the `exact_match` over the answered rows."""
-    options.pattern()
     data = load_data(config, tokenizer, [path], None, console)
     num_bytes = 0
 
@@ -85,7 +76,7 @@ def evaluate_file(
         loss, tokens = validation_loss(Runner(model, device, data.packed), batches)
     if not math.isfinite(loss):
         raise NumericalError(f"{path}: the loss is {loss}", "the model's weights have NaN or overflow")
-    results: dict[str, Any] = {"data": path, "loss": loss, "perplexity": _perplexity(loss)}
+    results: dict[str, Any] = {"data": path, "loss": loss, "perplexity": math.exp(loss) if loss < 700 else None}
     results |= {"bits_per_byte": loss * tokens / math.log(2) / num_bytes if num_bytes else None}
     results |= {"tokens": tokens, "bytes": num_bytes, "samples": len(data.train)}
     results["dropped_rows"] = data.counts.dropped
@@ -119,7 +110,7 @@ def exact_match(
 
     With a pattern, its first match in the answer is compared with its first match in the expected one.
     """
-    pattern, expected = options.pattern(), [question.expected for question in questions]
+    pattern, expected = options.pattern, [question.expected for question in questions]
     targets = [_extract(text, pattern) for text in expected]
     if pattern is not None and expected and not any(target is not None for target in targets):
         raise UsageError(
@@ -132,7 +123,7 @@ def exact_match(
     found = [_extract(text, pattern) for text in answers]
     is_right = [a is not None and a == b for a, b in zip(found, targets, strict=True)]
     examples = [
-        {"question": question.messages[-1].get("content") or "", "answer": answer, "wanted": wanted, "right": right}
+        {"question": question.messages[-1].get("content") or "", "answer": answer, "expected": wanted, "right": right}
         | ({} if pattern is None else {"extracted": text})
         for question, answer, wanted, right, text in zip(questions, answers, expected, is_right, found, strict=True)
     ]
@@ -194,8 +185,10 @@ def read_questions(
     for row in islice(rows, max_rows):
         if len(questions) == limit:
             break
+        if isinstance(row, BadRow):
+            continue
         try:
-            conversation = read_conversation(_good(row), row_format)
+            conversation = read_conversation(row, row_format)
         except BadRow:
             continue
         *context, last = conversation.messages
@@ -205,19 +198,9 @@ def read_questions(
     return questions
 
 
-def _good(row: Row | BadRow) -> Row:
-    if isinstance(row, BadRow):
-        raise row
-    return row
-
-
 def _extract(text: str, pattern: re.Pattern[str] | None) -> str | None:
     """What is compared: the pattern's first group, or else its whole match; None if it does not match."""
     if pattern is None:
         return text.strip()
     match = pattern.search(text)
     return None if match is None else (match[1 if pattern.groups else 0] or "").strip()
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchstone.models.model import Model
 
 DEFAULT_TEMPERATURE = 0.8
-TextSink = Callable[[str], None]
+TextCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,15 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"--temperature {self.temperature}: must be at least 0")
+        # Below, the logits would overflow.
+        if self.temperature and not 1e-4 <= self.temperature < math.inf:
+            raise UsageError(f"--temperature {self.temperature}: must be 0, or at least 0.0001")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p {self.top_p}: must be more than 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"--top-k {self.top_k}: must be at least 0")
+        if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
+            raise UsageError("--top-p and --top-k have no effect at temperature 0", "add --temperature 0.8")
 
 
 class GeneratedText(NamedTuple):
@@ -56,12 +59,12 @@ class GeneratedText(NamedTuple):
 
 
 class TextStream:
-    """Passes text to `sink` while its tokens come, in complete characters."""
+    """Passes text to `on_text` while its tokens come, in complete characters."""
 
-    def __init__(self, tokenizer: Tokenizer, sink: TextSink) -> None:
+    def __init__(self, tokenizer: Tokenizer, on_text: TextCallback) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self._tokenizer, self._sink = tokenizer, sink
+        self._tokenizer, self._on_text = tokenizer, on_text
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._text = ""
 
@@ -69,12 +72,12 @@ class TextStream:
         text = self._decoder.step(self._tokenizer.hf.backend_tokenizer, token)
         if text:
             self._text += text
-            self._sink(text)
+            self._on_text(text)
 
     def end(self, text: str) -> None:
         """Passes on what is left of the complete `text`, such as the first bytes of a character without the others."""
         if text.startswith(self._text) and len(text) > len(self._text):
-            self._sink(text[len(self._text) :])
+            self._on_text(text[len(self._text) :])
 
 
 def generate_text(
@@ -84,7 +87,7 @@ def generate_text(
     max_new_tokens: int,
     sampling: SamplingOptions,
     generator: torch.Generator | None = None,
-    sink: TextSink | None = None,
+    on_text: TextCallback | None = None,
 ) -> GeneratedText:
     """Continues the tokens of `prompt` up to a stop token, `max_new_tokens`, or the end of the model's context."""
     positions = model.max_positions
@@ -94,7 +97,7 @@ def generate_text(
             f"the prompt has {len(prompt)} tokens, and the model's context is {positions} tokens",
             "use a shorter prompt; in a chat, /new starts a new conversation",
         )
-    stream = None if sink is None else TextStream(tokenizer, sink)
+    stream = None if on_text is None else TextStream(tokenizer, on_text)
 
     def add_token(tokens: list[int]) -> None:
         if stream is not None and tokens[0] >= 0:

@@ -29,12 +29,12 @@ from torchstone.heartbeat import report_phase
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.eta import EtaEstimator
-from torchstone.observe.metrics import MetricsFile, format_steps, memory_bytes
+from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_saved_state, translate_out_of_memory
-from torchstone.training.sample_text import Prompt, write_samples
+from torchstone.training.sample_text import Prompt, generate_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
@@ -60,8 +60,9 @@ class Run:
     checkpoint: Path | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
-    # What the model continues every observe.sample_every_steps steps.
+    # What the model continues every observe.sample_every_steps steps, and where the texts go.
     sample_prompts: list[Prompt] = field(default_factory=list)
+    samples_file: MetricsFile | None = None
     # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
     resumed_from: Path | None = field(init=False)
     # When training began or the last checkpoint was saved, by the monotonic clock.
@@ -95,7 +96,7 @@ class Run:
         self.stop_request.stop(reason)
 
     def request_save_if_due(self) -> None:
-        """By the clock of rank 0; `sync_stop_request` tells the other ranks, so that all save after the same step."""
+        """When the clock of rank 0 says so, requests a checkpoint; `sync_stop_request` passes it on to all ranks."""
         seconds = self.schedule.checkpoint.every_seconds
         is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
         self.stop_request.local_save = self.ctx.is_main and is_due
@@ -112,11 +113,7 @@ class Run:
         samples = schedule.end(progress)[1] - progress.samples
         tokens = samples * progress.tokens / max(1, progress.samples)
         validations = schedule.count_left(schedule.validation, progress)
-        seconds = self.eta.seconds_left(tokens, validations, saves=0)
-        if seconds is None:
-            return None
-        since_save = time.monotonic() - self.saved_at
-        saves = schedule.count_left(schedule.checkpoint, progress, since_save + seconds)
+        saves = schedule.count_left(schedule.checkpoint, progress)
         return self.eta.seconds_left(tokens, validations, saves)
 
 
@@ -192,6 +189,10 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
 @contextmanager
 def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[MetricsFile]:
     metrics_file = _open_metrics(run)
+    samples_path = run.output_dir / "samples.jsonl"
+    if run.sample_prompts or samples_path.exists():
+        # A run without samples also removes those after its checkpoint.
+        run.samples_file = MetricsFile(samples_path, run.progress.last_logged_step, run.ctx.is_main)
     run.model.train()
     run.saved_at = time.monotonic()
     run.console.begin(run.schedule.total_steps, run.progress.step)
@@ -204,6 +205,8 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     finally:
         run.console.end()
         metrics_file.close()
+        if run.samples_file is not None:
+            run.samples_file.close()
 
 
 def _open_metrics(run: Run) -> MetricsFile:
@@ -215,7 +218,7 @@ def _open_metrics(run: Run) -> MetricsFile:
         run.console.info(f"metrics.jsonl of an earlier attempt is now {file.moved_to}")
     if file.missing_steps:
         run.console.warn(
-            f"{path} lacks steps {format_steps(file.missing_steps)}, but the run resumes after step {last_step}: these "
+            f"{path} lacks {file.missing_steps} of the steps up to {last_step}, after which the run resumes: these "
             "lines are lost"
         )
     return file
@@ -251,16 +254,13 @@ def _validate_log_save(
 def _log_samples(run: Run) -> None:
     """Lets the model continue its prompts, if due. Nothing of the training state changes."""
     every, step = run.config.observe.sample_every_steps, run.progress.step
-    if every is None or step % every:
+    if run.samples_file is None or every is None or step % every:
         return
     report_phase(f"sampling text after step {step}")
-    texts = write_samples(run.runner, run.tokenizer, run.sample_prompts, run.config.observe.sample_tokens)
-    # Removes the samples of this step and later ones, which a run that was killed may have left.
-    file = MetricsFile(run.output_dir / "samples.jsonl", step - 1, run.ctx.is_main, first_step=step)
+    texts = generate_samples(run.runner, run.tokenizer, run.sample_prompts, run.config.observe.sample_tokens)
     for prompt, text in zip(run.sample_prompts, texts, strict=True):
-        file.write({"step": step, "prompt": prompt.text, "text": text})
+        run.samples_file.write({"step": step, "prompt": prompt.text, "text": text})
         run.console.info(f"sample after step {step}: {prompt.text!r} -> {text!r}")
-    file.close()
 
 
 def _is_final_step(run: Run) -> bool:

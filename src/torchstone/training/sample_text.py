@@ -4,8 +4,8 @@ Every `observe.sample_every_steps` steps the model continues the same prompts; t
 samples.jsonl. Tokens are the most likely ones, so texts of different steps can be compared, and no random number is
 drawn: training is the same with and without samples.
 
-All ranks compute the same rows, and all of a row for every token: without a cache it works in every layout that has all
-layers on a rank (data, sharded and tensor parallelism). A sample costs the forward passes of `sample_tokens` rows.
+Every rank computes the same rows. There is no key/value cache: each new token recomputes its row, which works in every
+layout except pipelines. A sample costs the forward passes of `sample_tokens` rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX
 from torchstone.data.loader import RunData
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
-from torchstone.models.fallback.module import fork_rng
 from torchstone.models.model import Model
 from torchstone.parallel.runner import Runner
 from torchstone.training.generation import encode_text_prompt
@@ -66,7 +65,7 @@ def choose_prompts(config: Config, data: RunData, tokenizer: Tokenizer, model: M
     return prompts
 
 
-def write_samples(runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt], new_tokens: int) -> list[str]:
+def generate_samples(runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt], new_tokens: int) -> list[str]:
     """The text with which the model continues each prompt. All ranks must call it at the same point."""
     model, lengths = runner.model, [len(prompt.ids) for prompt in prompts]
     multiple = math.lcm(LENGTH_MULTIPLE, runner.ctx.dims.tp)
@@ -81,18 +80,17 @@ def write_samples(runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt], n
     was_training = model.module.training
     model.train(False)
     try:
-        with fork_rng(runner.device):
-            for _ in range(new_tokens):
-                last = torch.tensor(lengths) - 1
-                for row, token in enumerate(runner.greedy_tokens(ids, positions, last)):
-                    is_done[row] = is_done[row] or token in tokenizer.stop_ids
-                    if not is_done[row]:
-                        texts[row].append(token)
-                        ids[row, lengths[row]] = token
-                        lengths[row] += 1
-                # The same decision on all ranks, even if a GPU has rounded differently.
-                if not runner.ctx.all_reduce_max(int(not all(is_done))):
-                    break
+        for _ in range(new_tokens):
+            last = torch.tensor(lengths) - 1
+            for row, token in enumerate(runner.greedy_tokens(ids, positions, last)):
+                is_done[row] = is_done[row] or token in tokenizer.stop_ids
+                if not is_done[row]:
+                    texts[row].append(token)
+                    ids[row, lengths[row]] = token
+                    lengths[row] += 1
+            # The same decision on all ranks, even if a GPU has rounded differently.
+            if not runner.ctx.all_reduce_max(int(not all(is_done))):
+                break
     finally:
         runner.reshard()
         model.train(was_training)

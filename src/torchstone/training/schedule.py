@@ -16,10 +16,8 @@ from torchstone.errors import DataError
 from torchstone.training.state import Progress
 
 DRAWS_PER_CHUNK = 1 << 16
-# The order is checked for masked steps this far: seconds, even for more samples than anyone has.
-MAX_CHECKED_DRAWS = 1 << 25
-MAX_CHECKED_EPOCHS = 1000
-NEGLIGIBLE = 1e-9
+# Samples that are checked for masked steps before the first step: about a second.
+MAX_CHECKED_DRAWS = 1 << 22
 MAX_ROWS_SHOWN = 5
 # (step, samples)
 StepAndSamples = tuple[int, int]
@@ -32,7 +30,7 @@ class Interval:
     every_steps: int | None = None
     every_samples: tuple[float, ...] = ()
     at_end: bool = False
-    # The clock of rank 0 decides; `count` knows nothing of it.
+    # The clock of rank 0 decides; neither `count` nor the ETA includes it.
     every_seconds: float | None = None
 
     def count(self, start: StepAndSamples, end: StepAndSamples) -> int:
@@ -79,18 +77,13 @@ class TrainingSchedule:
         samples = progress.samples + (self.total_steps - progress.step) * self.batch_size
         return self.total_steps, samples if self.total_samples is None else min(samples, self.total_samples)
 
-    def count_left(self, interval: Interval, progress: Progress, seconds: float = 0.0) -> int:
-        """How many more times it happens in a run that ends, for the ETA; at most once per step.
-
-        `seconds`: from the last time it happened to the end of the run.
-        """
+    def count_left(self, interval: Interval, progress: Progress) -> int:
+        """How many more times it happens in a run that ends, for the ETA; at most once per step."""
         end = self.end(progress)
         steps_left = end[0] - progress.step
         before_last = (end[0] - 1, end[1] - self.batch_size)
         only_at_end = interval.at_end and steps_left > 0 and interval.count(before_last, end) == 0
-        by_clock = 0 if interval.every_seconds is None else int(seconds / interval.every_seconds)
-        count = max(interval.count((progress.step, progress.samples), end), by_clock)
-        return min(count, steps_left - only_at_end) + only_at_end
+        return min(interval.count((progress.step, progress.samples), end), steps_left - only_at_end) + only_at_end
 
 
 def plan_schedule(config: Config, data: RunData, progress: Progress) -> TrainingSchedule:
@@ -129,25 +122,15 @@ def describe_saving(checkpoint: CheckpointConfig) -> str:
 def check_loss_tokens(config: Config, data: RunData, schedule: TrainingSchedule, progress: Progress) -> None:
     """Raises DataError if a step of the run has only masked labels: it would end the run there.
 
-    This takes one pass over the counts of loss tokens. Where many samples are masked it also computes the order of the
-    run, up to MAX_CHECKED_DRAWS and MAX_CHECKED_EPOCHS; a later step is checked when it is computed.
+    Only the first MAX_CHECKED_DRAWS samples are checked here; a later step is checked when it is computed.
     """
     loss_tokens, size = data.train.loss_tokens, schedule.batch_size
-    num_masked = int((loss_tokens == 0).sum())
-    if num_masked == 0:
+    if loss_tokens.all():
         return
     sampler = data.sampler(config.training.seed, config.data.shuffle, progress.samples)
-    steps = max(1, min(MAX_CHECKED_DRAWS, MAX_CHECKED_EPOCHS * sampler.size) // size)
-    end = progress.samples + steps * size
+    end = progress.samples + max(1, MAX_CHECKED_DRAWS // size) * size
     end = end if schedule.total_steps is None else min(end, schedule.end(progress)[1])
     step = progress.step
-    # A step has every sample, or each at most twice, from two epochs. In a random order the chance is p^n.
-    is_impossible = 2 * num_masked < size
-    is_unlikely = config.data.shuffle and (num_masked / len(loss_tokens)) ** size * steps < NEGLIGIBLE
-    if not data.weights and (is_impossible or is_unlikely):
-        # Only the last step may be smaller.
-        full_steps = max(0, end - progress.samples) // size
-        step, sampler.consumed_samples = step + full_steps, progress.samples + full_steps * size
     steps_per_chunk = max(1, DRAWS_PER_CHUNK // size)
     while sampler.consumed_samples < end:
         samples = sampler.take(min(steps_per_chunk * size, end - sampler.consumed_samples))
@@ -155,7 +138,7 @@ def check_loss_tokens(config: Config, data: RunData, schedule: TrainingSchedule,
         if len(masked):
             first = int(masked[0])
             raise masked_step_error(data, step + first + 1, samples[first * size : (first + 1) * size])
-        step += -(-len(samples) // size)
+        step += len(samples) // size
 
 
 def masked_step_error(data: RunData, step: int, samples: np.ndarray) -> DataError:

@@ -225,7 +225,9 @@ def _check_model(
 def _check_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
     """Raises if weights, gradients and the two moments do not fit in this rank's memory."""
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
-    check_memory(4 * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards, parameters, device)
+    needed = 4 * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
+    hint = "use a smaller model, --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards the model)"
+    check_memory(needed, parameters, device, hint)
 
 
 def _build_model(

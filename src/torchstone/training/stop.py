@@ -79,8 +79,8 @@ def handle_stop_signals(request: StopRequest | None = None, ignore_late_signals:
         if not is_first and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_request.local_signal = signal.Signals(number)
-        is_speaker = not heartbeat.has_launcher() and os.environ.get("RANK", "0") == "0"
-        if is_first and request is not None and is_speaker:
+        is_main_rank = not heartbeat.has_launcher() and os.environ.get("RANK", "0") == "0"
+        if is_first and request is not None and is_main_rank:
             heartbeat.print_at_once(heartbeat.stop_message(stop_request.local_signal, request.step))
         if request is None:
             raise StoppedBySignal(

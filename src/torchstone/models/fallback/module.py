@@ -26,7 +26,7 @@ from torchstone.errors import UsageError
 from torchstone.loss.cross_entropy import IGNORE_INDEX
 from torchstone.models.attention import build_attn_mask
 from torchstone.models.fallback.probing import first_line, windows_of
-from torchstone.models.generate import TokenSink, sample_token
+from torchstone.models.generate import TokenCallback, sample_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,7 +121,7 @@ class FallbackModule(nn.Module):
         generator: torch.Generator | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
-        on_tokens: TokenSink | None = None,
+        on_tokens: TokenCallback | None = None,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, up to the first stop token (excluded). Temperature 0 is greedy.
 
