@@ -123,7 +123,7 @@ class TestAnswers:
         args = ["evaluate", folder, "--data", write_rows(tmp_path / "rows.jsonl", rows), "--cache-dir", tmp_path]
         _, out, _ = torchstone(*args)
         assert "  right 0  ->  yes  (right)\n" in out
-        assert "  wrong 0  ->  yes  (expected 'no')\n" in out
+        assert "  wrong 0  ->  yes  (wrong: expected 'no')\n" in out
         examples = json.loads(torchstone(*args, "--json")[1])["examples"]
         assert [e["question"].split()[0] for e in examples] == ["right"] * 3 + ["wrong"] * 4
 

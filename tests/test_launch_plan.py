@@ -50,7 +50,8 @@ class TestWithoutGpus:
         assert (plan.nproc, plan.devices) == (3, ())
 
     @pytest.mark.parametrize(
-        ("options", "message"), [({"gpus": "all"}, "there are no GPUs to use"), ({"nproc": 0}, "at least 1 process")]
+        ("options", "message"),
+        [({"gpus": "all"}, "there are no GPUs to use"), ({"nproc": 0}, "must be from 1 to 1024")],
     )
     def test_impossible_flags_are_refused(self, options: dict[str, object], message: str) -> None:
         with pytest.raises(UsageError, match=message):

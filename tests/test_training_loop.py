@@ -285,7 +285,10 @@ class TestSavingByTheClock:
 
     def test_the_start_says_when_the_run_saves(self, settings: Settings) -> None:
         _, _, folder = train(settings(training__max_steps=1))
-        assert "saves every 30 minutes and at the end, keeping 2\n" in (folder / "logs/rank-0.log").read_text()
+        assert (
+            f"saves every 30 minutes and at the end, keeping 2, in {folder}/checkpoints\n"
+            in (folder / "logs/rank-0.log").read_text()
+        )
 
 
 class LetTimePass(Callback):

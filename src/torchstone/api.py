@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchstone import heartbeat, hub
 from torchstone.checkpoint.export import export_model
-from torchstone.checkpoint.load import is_model_folder, read_state, resolve_model_folder
+from torchstone.checkpoint.load import CHECKPOINTS, is_model_folder, read_state, resolve_model_folder
 from torchstone.checkpoint.model_folder import (
     NotNativeError,
     check_model_folder,
@@ -128,6 +128,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
             reason = f"; {stopped}" if stopped else ""
+            reason = reason or f"; a later end, such as --training.max_steps {2 * step}, continues it"
             console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}{reason}")
             return TrainResult(step, run.checkpoint, None, None, stopped)
         console.open_log()
@@ -302,9 +303,13 @@ def evaluate(
     path = _data_path(data, config.data.cache_dir, console)
     with translate_out_of_memory("the evaluation", torch_device):
         model = load_model(folder, torch_device, execution=execution)
-        defaults = {"data.context_length": min(EVALUATION_LENGTH, model.max_positions or EVALUATION_LENGTH)}
+        defaults: dict[str, Any] = {
+            "data.context_length": min(EVALUATION_LENGTH, model.max_positions or EVALUATION_LENGTH)
+        }
         length = resolve(layers, defaults=defaults).data.context_length
-        config = resolve(layers, defaults=defaults | {"data.packing": model.packing_error(length) is None})
+        # Documents that fit into a row stay whole, so that the loss does not depend on the row length.
+        defaults |= {"data.packing": model.packing_error(length) is None, "data.text_packing": "best-fit"}
+        config = resolve(layers, defaults=defaults)
         console.info(f"model {folder}: {model.describe()}; rows of up to {length} tokens")
         check_row_length(model, config)
         check_vocabulary(model, tokenizer)
@@ -522,12 +527,16 @@ def _describe_run(run: Run) -> list[str]:
     validation = "none held out" if run.data.validation is None else f"{len(run.data.validation)} held out"
     warmup_steps = resolve_warmup_steps(steps, optim)
     return [
-        f"{'endless' if steps is None else steps} steps{epochs} of {sizes.global_batch_size} samples, "
+        f"{'endless steps' if steps is None else _count(steps, 'step')}{epochs} of {sizes.global_batch_size} samples, "
         f"micro-batches of {micro_batch}, on {run.device}{processes}; "
         f"all {run.model.parameter_count / 1e6:.2f}M parameters in {run.config.training.precision}; "
         f"{len(run.data.train)} samples to train on, {validation}; "
-        f"learning rate {optim.learning_rate:g} ({optim.schedule}, {warmup_steps} steps of warm-up), "
+        f"learning rate {optim.learning_rate:g} ({optim.schedule}, {_count(warmup_steps, 'step')} of warm-up), "
         f"weight decay {optim.weight_decay:g}",
-        describe_saving(run.config.checkpoint),
+        f"{describe_saving(run.config.checkpoint)}, in {run.output_dir / CHECKPOINTS}",
         *mixture,
     ]
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -31,9 +31,13 @@ def fsync(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     # A random name: several processes on several machines may write the same file at the same time.
     temporary = path.with_name(f".{path.name}.{token_hex(4)}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     fsync(path.parent)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -18,9 +19,9 @@ from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from cyclopts import App, CycloptsError, Parameter, validators
+from cyclopts import App, CycloptsError, Parameter, convert, validators
 
 from torchstone import __version__, heartbeat
 from torchstone.atomic import lock_run_folder, write_text
@@ -35,7 +36,14 @@ from torchstone.config.load import (
     to_dict,
 )
 from torchstone.config.schema import Config, Device, Dtype, Purpose, SystemConfig
-from torchstone.errors import NumericalError, OutOfMemoryError, TorchstoneError, UsageError, is_out_of_memory
+from torchstone.errors import (
+    NumericalError,
+    OutOfMemoryError,
+    StoppedBySignal,
+    TorchstoneError,
+    UsageError,
+    is_out_of_memory,
+)
 from torchstone.launch import kubernetes, slurm
 from torchstone.launch.kubernetes import KubernetesJob
 from torchstone.launch.local import WorkerFiles, run_preparation, run_workers
@@ -67,6 +75,7 @@ def _check_not_negative(type_: Any, value: int | str) -> None:
 CountOrAll = Annotated[Literal["all"] | int, Parameter(validator=_check_not_negative)]
 SamplingFlags = Annotated[SamplingOptions, Parameter(name="*")]
 DEFAULT_SAMPLING = SamplingOptions()
+COMMAND_GROUPS = ("tokenizer", "launch")
 COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "launch")
 # Config keys of commands that do not train: those that errors about a model or its data name.
 MODEL_KEYS = (
@@ -74,11 +83,13 @@ MODEL_KEYS = (
     "system.device", "system.device_id", "system.threads",
 )  # fmt: skip
 DATA_KEYS = (
-    "data.format", "data.context_length", "data.max_samples", "data.packing", "data.text_packing", "data.train_on",
-    "data.on_bad_row", "data.on_long_row", "data.cache_dir", "data.prepare_workers",
+    "data.format", "data.columns", "data.context_length", "data.max_samples", "data.packing", "data.text_packing",
+    "data.train_on", "data.on_bad_row", "data.on_long_row", "data.cache_dir", "data.prepare_workers",
 )  # fmt: skip
 KEYS_OF_COMMAND = {"chat": MODEL_KEYS, "generate": MODEL_KEYS, "evaluate": MODEL_KEYS + DATA_KEYS}
 KEYS_HELP = "Every config key is a flag: --section.key VALUE. torchstone train --help-keys lists them."
+# Errors of a disk, a quota or a limit on file sizes, which Python may raise without a file name.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 OUT_OF_MEMORY_HINT = (
     "end other programs, or use fewer processes (--nproc, data.prepare_workers), a smaller batch, data or model"
 )
@@ -132,7 +143,7 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
         sys.exit(141)
     except KeyboardInterrupt:
         heartbeat.print_line("interrupted")
-        _exit(130)
+        _exit(heartbeat.EXIT_INTERRUPTED)
     except Exception as error:
         _fail_after(error)
 
@@ -145,6 +156,8 @@ def build_app(commands: Commands) -> App:
         # Rendering markdown would take a quarter of the time of --help.
         help_format="plaintext",
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
+        default_parameter=Parameter(converter=_convert_strictly),
     )
     tokenizer = App(name="tokenizer", help="Train tokenizers.", help_format="plaintext")
     # Without negative_iterable there would be flags such as --empty-setup.
@@ -257,6 +270,7 @@ class Commands:
         if processes is not None:
             api.check_parallel_dims(resolved, processes)
         if pin is not None:
+            _check_no_input(pin, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
             resolved = api.download_with_config(resolved, weights=True)
             write_text(pin, json.dumps(to_dict(resolved), indent=2) + "\n")
         _print_result(api.prepare_with_config(resolved), as_json)
@@ -286,6 +300,8 @@ class Commands:
         from torchstone import api
         from torchstone.data.inspect import html_page, print_report
 
+        if html is not None:
+            _check_no_input(html, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
         report = api.inspect_data_with_config(resolved, rows, tokens)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
@@ -446,7 +462,9 @@ class Commands:
         if as_json:
             return
         for example in examples:
-            verdict = "right" if example["right"] else f"expected {example['expected']!r}"
+            compared = "" if extract is None else f"{example['extracted']!r}, "
+            expected = example["expected"] if extract is None else example["expected_extracted"]
+            verdict = "right" if example["right"] else f"wrong: {compared}expected {expected!r}"
             _print_line(f"  {example['question']}  ->  {example['answer']}  ({verdict})")
 
     def export(
@@ -546,6 +564,8 @@ class Commands:
             device: auto, cpu or cuda.
             trust_remote_code: Run code from the model's folder.
         """
+        if prompt is not None and re.fullmatch(r"--[a-z][\w.-]*(=\S*)?", prompt):
+            raise UsageError(f"unknown option {prompt}", "if it is the prompt, write - and pass it on stdin")
         if prompt == "-":
             prompt = _read_input(sys.stdin.read).removesuffix("\n")
         from torchstone import api
@@ -609,10 +629,27 @@ class Commands:
             _write_text(text)
             return
         file = output or Path(default_name)
+        _check_no_input(file, job.config)
         write_text(file, text)
         heartbeat.print_line(f"wrote {file}")
         if submit is not None:
             _print_line(submit(file))
+
+
+def _convert_strictly(type_: Any, tokens: Sequence[Any]) -> Any:
+    """As cyclopts converts values, except that a fraction is no integer: cyclopts would round it."""
+    types = {type_, *get_args(type_)}
+    for token in tokens if int in types and float not in types else ():
+        if re.fullmatch(r"[+-]?\d*\.\d*[1-9]\d*", token.value):
+            raise ValueError(f"{token.value} is not an integer")
+    return convert(type_, tokens)
+
+
+def _check_no_input(target: Path, *inputs: str | Path | None) -> None:
+    """Raises if a file to write is one that the command reads."""
+    for name in inputs:
+        if name is not None and target.exists() and Path(name).exists() and target.samefile(name):
+            raise UsageError(f"{target} is an input of this command: it would be overwritten", "choose another name")
 
 
 def _keys_help(command: str) -> str:
@@ -662,7 +699,9 @@ def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageE
             return UsageError(message, hint)
     if suggestion and suggestion.rstrip("?.") not in args:
         return UsageError(message, f"did you mean {suggestion}")
-    return UsageError(message, f"see: torchstone {args[0] if args else ''} --help")
+    num_words = 0 if not args or "Unknown command" in message else 2 if args[0] in COMMAND_GROUPS else 1
+    words = [arg for arg in args[:num_words] if not arg.startswith("-")]
+    return UsageError(message, f"see: {' '.join(['torchstone', *words, '--help'])}")
 
 
 def _flatten_result(result: dict[str, Any]) -> dict[str, Any]:
@@ -704,7 +743,9 @@ def _fail(error: TorchstoneError) -> None:
     rank = os.environ.get("RANK", "0")
     if not heartbeat.has_launcher() or heartbeat.terminal() is not None:
         # A launched worker without a log does not print: its launcher does.
-        heartbeat.write_to_terminal(sys.stderr, f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+        prefix = "" if rank == "0" else f"rank {rank}: "
+        prefix += "" if isinstance(error, StoppedBySignal) else "error: "
+        heartbeat.write_to_terminal(sys.stderr, f"{prefix}{error}\n")
     heartbeat.write_error(error, str(error), error.exit_code)
     _exit(error.exit_code)
 
@@ -714,7 +755,7 @@ def _fail_after(error: Exception) -> None:
     if is_out_of_memory(error):
         reason = str(error).partition("\n")[0] or type(error).__name__
         _fail(OutOfMemoryError(f"the machine is out of memory: {reason}", OUT_OF_MEMORY_HINT))
-    if isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC):
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_ERRORS):
         # A folder that is a file, a disk that is full or read-only: the user can fix it.
         _fail(UsageError(f"{error.filename or 'cannot write'}: {error.strerror}"))
     if _is_worker():
@@ -751,7 +792,7 @@ def _exit(code: int) -> None:
 
 
 def _is_worker() -> bool:
-    return heartbeat.has_launcher() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return heartbeat.has_launcher() or heartbeat.int_variable("WORLD_SIZE", 1) > 1
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from torchstone.errors import UsageError
 from torchstone.parent_process import is_descendant_of, request_death_signal
 from torchstone.terminal import escape_message
 
@@ -46,6 +47,8 @@ ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Makes a worker write its Python stacks to its log.
 STACK_SIGNAL = signal.SIGQUIT
 INTERVAL = 0.5
+# The exit code of Python and of shells after Ctrl-C.
+EXIT_INTERRUPTED = 130
 # Seconds to exit without a launcher before the first step, when there is nothing to save.
 ORPHAN_GRACE = 5.0
 
@@ -100,6 +103,14 @@ def attach() -> None:
     _state.error_file = os.environ.pop(ERROR_VARIABLE, None)
     report_phase(_state.phase)
     threading.Thread(target=_beat, args=(_state.file,), daemon=True, name="heartbeat").start()
+
+
+def int_variable(name: str, default: int) -> int:
+    """An environment variable of torchrun, SLURM or our launcher."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise UsageError(f"{name} is {value!r}, not a number", f"unset {name}, or start the processes with torchrun")
+    return int(value)
 
 
 def has_launcher() -> bool:

@@ -357,7 +357,7 @@ class SystemConfig:
     """Seconds that workers and nodes wait for each other when a run starts."""
 
     save_grace: PositiveFloat = 300.0
-    """Seconds that workers have to save after a stop signal, before they are killed."""
+    """With several processes: seconds that workers have to save after a stop signal, before they are killed."""
 
 
 @dataclass(frozen=True)

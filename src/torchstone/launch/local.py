@@ -30,8 +30,6 @@ from torchstone.launch.supervise import EXIT_LOST, EXIT_SAVED, FORWARDED, POLL_I
 
 # Seconds for a preparation to end after a signal. It keeps what it has finished.
 PREPARE_GRACE = 5.0
-# The exit code of Python after Ctrl-C.
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,8 @@ def run_preparation(command: Sequence[str]) -> int:
         while not supervisor.poll():
             time.sleep(POLL_INTERVAL)
     code = process.returncode
-    if supervisor.signals and code in (0, INTERRUPTED, *(-number for number in FORWARDED), -signal.SIGKILL):
+    stopped = (heartbeat.EXIT_INTERRUPTED, *(-number for number in FORWARDED), -signal.SIGKILL)
+    if supervisor.signals and code in (0, *stopped):
         name = supervisor.signals[0].name
         print_line(f"stopped by {name} while preparing the data: finished parts are kept, no worker was started")
         return EXIT_SAVED

@@ -16,6 +16,9 @@ from torchstone.launch import gpus
 from torchstone.launch.gpus import Gpu
 from torchstone.launch.nodes import Nodes, idle_nodes_warning, read_nodes, worker_variables
 
+# More processes than any machine has GPUs; without a limit a typo could fill the process table.
+MAX_NPROC = 1024
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -36,8 +39,8 @@ class LaunchOptions:
     rdzv_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.nproc is not None and self.nproc < 1:
-            raise UsageError(f"--nproc {self.nproc}: at least 1 process is needed")
+        if self.nproc is not None and not 1 <= self.nproc <= MAX_NPROC:
+            raise UsageError(f"--nproc {self.nproc}: must be from 1 to {MAX_NPROC}")
 
     def flags(self) -> list[str]:
         """The flags that are given."""

@@ -21,7 +21,7 @@ from types import FrameType
 from torchstone import heartbeat
 from torchstone.config.schema import SystemConfig
 from torchstone.errors import CheckpointError, DataError, StoppedBySignal, UsageError, WorkerError
-from torchstone.heartbeat import Heartbeat, print_at_once, print_line, stop_message
+from torchstone.heartbeat import EXIT_INTERRUPTED, Heartbeat, print_at_once, print_line, stop_message
 
 # What asks a launch to stop. Workers get these signals as they are, except SIGQUIT, which asks them for their stacks.
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -159,6 +159,8 @@ class Supervisor:
         code, error = self._exit_code(rank), self._error(rank)
         if code == EXIT_SAVED:
             return LaunchResult(EXIT_SAVED, self._step(rank), error)
+        if self._is_second_interrupt() and not self._failed_before_signal:
+            return LaunchResult(EXIT_INTERRUPTED, self._step(rank), "interrupted")
         if rank in self._killed_ranks:
             return self._failure(EXIT_LOST, rank, "did not end in time and was killed")
         if code < 0:
@@ -246,8 +248,11 @@ class Supervisor:
 
     def _can_save(self) -> bool:
         """Whether workers get time to save: none has failed, a step has begun, and Ctrl-C was not pressed twice."""
-        is_second_interrupt = signal.SIGINT in self.signals[1:]
-        return not self._is_broken() and not is_second_interrupt and (not self.signals or self._has_trained())
+        is_wanted = not self.signals or (self._has_trained() and not self._is_second_interrupt())
+        return is_wanted and not self._is_broken()
+
+    def _is_second_interrupt(self) -> bool:
+        return signal.SIGINT in self.signals[1:]
 
     def _is_broken(self) -> bool:
         return self._hang is not None or any(self._exit_code(rank) != EXIT_SAVED for rank in self._failed_ranks)

@@ -151,6 +151,8 @@ class Model(ABC):
             self.generation_config = None
             return [f"{GENERATION_CONFIG} is not a JSON object; it will be rewritten"]
         stops = [] if stops is None or not keep_stops else stops if isinstance(stops, list) else [stops]
+        # With another tokenizer a stop token's id may have become BOS, with which every text begins.
+        stops = [stop for stop in stops if stop in stop_ids or stop != special_ids.get("bos_token_id")]
         keys = [key for key in ("pad_token_id", "bos_token_id") if key in settings and special_ids.get(key) is not None]
         values: dict[str, Any] = {key: special_ids[key] for key in keys}
         stops = [*stops, *(stop for stop in stop_ids if stop not in stops)]

@@ -174,7 +174,7 @@ def init_distributed(
 
     A collective may take `timeout`; all ranks must join within `join_timeout`.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = heartbeat.int_variable("WORLD_SIZE", 1)
     dims = resolve_dims(parallel, world_size)
     if world_size == 1 and not mixed_precision:
         yield SINGLE_PROCESS
@@ -217,11 +217,11 @@ def translate_comm_errors() -> Iterator[None]:
 
 def is_distributed() -> bool:
     """Whether this process was started as one of several ranks."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return heartbeat.int_variable("WORLD_SIZE", 1) > 1
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return heartbeat.int_variable("LOCAL_RANK", 0)
 
 
 def _init_process_group(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from torchstone.checkpoint.save import hf_name
 from torchstone.errors import NumericalError, OutOfMemoryError, is_out_of_memory
+from torchstone.heartbeat import int_variable
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
@@ -78,7 +78,7 @@ def check_memory(needed: int, parameters: int, device: torch.device, hint: str) 
         memory = torch.cuda.mem_get_info(device)[1]
     else:
         # The ranks of a machine share its memory.
-        memory = _host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        memory = _host_memory() // max(1, int_variable("LOCAL_WORLD_SIZE", 1))
     if needed > memory:
         raise OutOfMemoryError(
             f"{parameters / 1e9:.2f}B parameters need at least {needed / 1e9:,.1f} GB per process, without "

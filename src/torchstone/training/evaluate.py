@@ -19,7 +19,15 @@ import numpy as np
 import torch
 
 from torchstone.config.schema import Config
-from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX, Message, RowFormat, read_conversation
+from torchstone.data.formats import (
+    CHAT_FORMATS,
+    IGNORE_INDEX,
+    Message,
+    PromptCompletion,
+    RowFormat,
+    read_conversation,
+    read_prompt,
+)
 from torchstone.data.loader import RunData, StepBatch, load_data
 from torchstone.data.sources import BadRow, find_files, parse_rows, read_chunks
 from torchstone.data.tokenize import Tokenizer
@@ -27,6 +35,7 @@ from torchstone.errors import NumericalError, UsageError
 from torchstone.models.model import Model
 from torchstone.observe.console import Console, count_text
 from torchstone.parallel.runner import Runner
+from torchstone.training.generation import encode_text_prompt
 from torchstone.training.step import validation_loss
 
 GENERATION_BATCH = 64
@@ -35,11 +44,18 @@ MAX_EXAMPLES = 4
 
 
 class Question(NamedTuple):
-    """The messages before an answer, the tools it may call, and the answer of the data."""
+    """What comes before an answer, and the answer of the data. `prompt` is a text without a chat template; otherwise
+    there are `messages`, and perhaps `tools`."""
 
-    messages: list[Message]
-    tools: list[Any] | None
+    text: str
     expected: str
+    messages: list[Message] | None = None
+    tools: list[Any] | None = None
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        if self.messages is None:
+            return encode_text_prompt(tokenizer, self.text)
+        return tokenizer.encode(tokenizer.template.render_prompt(self.messages, self.tools))
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,10 @@ def evaluate_file(
 ) -> dict[str, Any]:
     """`loss` per token over `tokens`, and for conversations the `exact_match` over the answered rows."""
     data = load_data(config, tokenizer, [path], None, console)
+    (row_format,) = data.formats
+    has_answers = row_format in (*CHAT_FORMATS, "prompt")
+    if not has_answers and (options.pattern is not None or options.max_new_tokens is not None):
+        raise UsageError(f"{path} has no answers: --extract and --max-tokens have no effect on {row_format} rows")
     num_bytes = 0
 
     def count_bytes(batch: StepBatch) -> None:
@@ -80,8 +100,7 @@ def evaluate_file(
     results |= {"bits_per_byte": loss * tokens / math.log(2) / num_bytes if num_bytes else None}
     results |= {"tokens": tokens, "bytes": num_bytes, "samples": len(data.train)}
     results["dropped_rows"] = data.counts.dropped
-    (row_format,) = data.formats
-    if row_format in CHAT_FORMATS and options.max_questions != 0:
+    if has_answers and options.max_questions != 0:
         columns = next(iter(config.data.columns), {})
         questions = read_questions(path, row_format, options.max_questions, config.data.max_samples, columns)
         results |= exact_match(model, tokenizer, questions, options, console)
@@ -117,15 +136,17 @@ def exact_match(
             f"--extract {pattern.pattern!r} matches none of the {len(expected)} expected answers",
             f"the first one ends with {expected[0][-60:]!r}",
         )
+    if pattern is not None and len(targets) > 1 and len(set(targets)) == 1:
+        console.warn(f"--extract {pattern.pattern!r} finds the same in all expected answers: {targets[0]!r}")
     # Enough for the longest answer and its stop token, so that a longer wrong answer is not cut to a correct one.
     longest = max((len(tokenizer.encode(text)) for text in expected), default=0)
     answers = generate_answers(model, tokenizer, questions, options.max_new_tokens or 4 + longest, console)
     found = [_extract(text, pattern) for text in answers]
     is_right = [a is not None and a == b for a, b in zip(found, targets, strict=True)]
     examples = [
-        {"question": question.messages[-1].get("content") or "", "answer": answer, "expected": wanted, "right": right}
-        | ({} if pattern is None else {"extracted": text})
-        for question, answer, wanted, right, text in zip(questions, answers, expected, is_right, found, strict=True)
+        {"question": question.text, "answer": answer, "expected": question.expected, "right": right}
+        | ({} if pattern is None else {"extracted": text, "expected_extracted": target})
+        for question, answer, right, text, target in zip(questions, answers, is_right, found, targets, strict=True)
     ]
     right, wrong = ([e for e in examples if e["right"] == value][:MAX_EXAMPLES] for value in (True, False))
     result: dict[str, Any] = {"exact_match": sum(is_right) / max(1, len(is_right)), "questions": len(questions)}
@@ -139,7 +160,7 @@ def generate_answers(
     model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int, console: Console
 ) -> list[str]:
     """The greedy answers. A question that fills the model's context has an empty one."""
-    prompts = [tokenizer.encode(tokenizer.template.render_prompt(q.messages, q.tools)) for q in questions]
+    prompts = [question.encode(tokenizer) for question in questions]
     indices = [i for i, prompt in enumerate(prompts) if model.length_error(len(prompt) + 1) is None]
     if len(indices) < len(prompts):
         left_out = len(prompts) - len(indices)
@@ -188,13 +209,17 @@ def read_questions(
         if isinstance(row, BadRow):
             continue
         try:
-            conversation = read_conversation(row, row_format)
+            content = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
         except BadRow:
             continue
-        *context, last = conversation.messages
+        if isinstance(content, PromptCompletion):
+            questions.append(Question(content.prompt, content.completion))
+            continue
+        *context, last = content.messages
         # A tool call has no text to compare.
         if last["role"] == "assistant" and last.get("content"):
-            questions.append(Question(context, conversation.tools, last["content"]))
+            text = context[-1].get("content") or "" if context else ""
+            questions.append(Question(text, last["content"], context, content.tools))
     return questions
 
 
@@ -203,4 +228,6 @@ def _extract(text: str, pattern: re.Pattern[str] | None) -> str | None:
     if pattern is None:
         return text.strip()
     match = pattern.search(text)
-    return None if match is None else (match[1 if pattern.groups else 0] or "").strip()
+    found = "" if match is None else match[1 if pattern.groups else 0] or ""
+    # Nothing is no answer: a pattern that may match nothing would make all answers right.
+    return found.strip() or None

@@ -174,12 +174,15 @@ def _run_length(
 
 def _samples_for_tokens(tokens: int, data: RunData, seed: int, shuffle: bool) -> int:
     """The number of samples to draw for at least `tokens` tokens. Without weights all epochs have the same tokens."""
-    sampler = data.sampler(seed, shuffle)
-    tokens_per_epoch = int(data.train.lengths.sum())
+    sampler, lengths = data.sampler(seed, shuffle), data.train.lengths
+    if lengths.min() == lengths.max():
+        # Rows of packed text: no need to draw billions of them.
+        return -(-tokens // int(lengths[0]))
+    tokens_per_epoch = int(lengths.sum())
     epochs, tokens_left = (0, tokens) if data.weights else divmod(tokens, tokens_per_epoch)
     sampler.consumed_samples = epochs * sampler.size
     while tokens_left > 0:
-        cumulative = np.cumsum(data.train.lengths[sampler.take(DRAWS_PER_CHUNK)])
+        cumulative = np.cumsum(lengths[sampler.take(DRAWS_PER_CHUNK)])
         if cumulative[-1] >= tokens_left:
             return sampler.consumed_samples - DRAWS_PER_CHUNK + int(np.searchsorted(cumulative, tokens_left)) + 1
         tokens_left -= int(cumulative[-1])

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 
 from torchstone import __version__, heartbeat, hub
@@ -193,7 +194,7 @@ def check_vocabulary(model: Model, tokenizer: Tokenizer) -> None:
 
 def _resume_setting(config: Config, ctx: ParallelContext) -> str:
     """Returns checkpoint.resume; for restarted workers that saved something, auto, so that they resume it."""
-    is_restarted = ctx.all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
+    is_restarted = ctx.all_reduce_max(heartbeat.int_variable("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     has_saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
     setting = config.checkpoint.resume
     return "auto" if is_restarted and (has_saved or setting == "never") else setting
@@ -268,6 +269,7 @@ def _load_model(
                 f"the config has {config.model.family}, native: {describe(expected)}; choose another --output-dir to "
                 "start a new run",
             )
+    _warn_about_other_tokenizer(folder, tokenizer, console)
     for change in model.align_special_tokens(_special_ids(tokenizer), tokenizer.stop_ids):
         console.warn(change)
     if model.max_positions is not None and max_length > model.max_positions and model.length_error(max_length) is None:
@@ -336,6 +338,25 @@ def _batch_size_warnings(data: RunData) -> list[str]:
     return [
         f"training.global_batch_size {size} is larger than the data ({samples} samples): an epoch is less than a step"
     ]
+
+
+def _warn_about_other_tokenizer(folder: Path, tokenizer: Tokenizer, console: Console) -> None:
+    """Warns if the tokens that the model was trained on have other ids now."""
+    file = folder / "tokenizer.json"
+    if tokenizer.path == folder or not file.is_file():
+        return
+    try:
+        old, new = tokenizers.Tokenizer.from_file(str(file)).get_vocab(), tokenizer.hf.get_vocab()
+    except Exception as error:
+        # tokenizers raises nothing more specific.
+        console.warn(f"{file} cannot be compared with {tokenizer.path}: {error}")
+        return
+    moved = sum(new.get(token) != index for token, index in old.items())
+    if moved:
+        console.warn(
+            f"{tokenizer.path} is not the tokenizer of the model: {moved} of the model's {len(old)} tokens have "
+            "another id or none, and the model has to learn them again"
+        )
 
 
 def _warn_about_padding(model: Model, tokenizer: Tokenizer, console: Console) -> None:

@@ -76,10 +76,12 @@ def handle_stop_signals(request: StopRequest | None = None, ignore_late_signals:
 
     def handle(number: int, frame: FrameType | None) -> None:
         is_first = stop_request.local_signal is None
+        is_main_rank = not heartbeat.has_launcher() and os.environ.get("RANK", "0") == "0"
         if not is_first and number == signal.SIGINT:
+            if is_main_rank:
+                heartbeat.print_at_once("quitting without saving")
             raise KeyboardInterrupt
         stop_request.local_signal = signal.Signals(number)
-        is_main_rank = not heartbeat.has_launcher() and os.environ.get("RANK", "0") == "0"
         if is_first and request is not None and is_main_rank:
             heartbeat.print_at_once(heartbeat.stop_message(stop_request.local_signal, request.step))
         if request is None:
