@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiny import flags
+from tiny import flags, write_rows
 from torchstone import __version__, api
 from torchstone.atomic import lock_run_folder
 
@@ -292,6 +292,52 @@ def test_a_launch_into_the_folder_of_another_one_is_refused_before_anything_is_w
         code, _, err = torchstone("train", *flags(overrides), "--nproc", 2)
         assert (code, snapshot(folder) == before) == (2, True), err
         assert err == f"error: another process is training in {folder}\n  choose another --output-dir\n"
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """It may be a stranger's."""
+    (tmp_path / "yaml.py").write_text("open('executed', 'w')")
+    command = [sys.executable, "-P", "-m", "torchstone", "train", "--preset", "debug", "--data.path", "no.jsonl"]
+    result = subprocess.run(
+        [*command, "--nproc", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, "data file no.jsonl does not exist" in result.stderr) == (2, True), result.stderr
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("launch", "slurm", "run.yaml", "--output", "run.yaml"),
+        ("prepare", "run.yaml", "--pin", "run.yaml"),
+        ("inspect-data", "run.yaml", "--html", "rows.jsonl"),
+    ],
+)
+def test_a_command_does_not_overwrite_its_input(
+    torchstone: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("data: {path: rows.jsonl}\nmodel: {depth: 2, tokenizer: 'demo:tokenizer'}\n")
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f"}])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    code, _, err = torchstone(*args)
+    assert (code, "is an input of this command" in err) == (2, True), err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("args", [("evaluate", "m", "--data", "d", "--questions", "2.7"), ("doctor", "--nproc", "1.5")])
+def test_a_fraction_is_no_integer(torchstone: Command, args: tuple[str, ...]) -> None:
+    code, _, err = torchstone(*args)
+    assert (code, "is not an integer" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
+def test_a_variable_that_is_no_number_is_named(
+    torchstone: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "")
+    code, _, err = torchstone("train", *flags(settings(system__device="auto")))
+    assert (code, f"{name} is '', not a number" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ class TestBitsPerByte:
         assert Tokenizer(hf, "tiny").token_bytes.tolist() == [0, 0, 1, 1, 3, 3, 1, 4]
 
 
+def test_the_loss_of_texts_does_not_depend_on_the_row_length(
+    evaluate: Evaluate, llama_dir: Path, text_file: Path
+) -> None:
+    """No text is cut if it fits into a row."""
+    losses = [evaluate(llama_dir, text_file, context_length=length)["loss"] for length in (128, 200, 1024)]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
 class TestAnswers:
     def scripted(self, tokenizer: Tokenizer, folder: Path, answer: str) -> Path:
         chain = [*tokenizer.encode("<|assistant|>"), *tokenizer.encode(answer), tokenizer.hf.eos_token_id]
@@ -114,6 +122,51 @@ class TestAnswers:
         for pattern, message in (("(", "is not a regular expression"), ("nowhere", "matches none of the 3 expected")):
             code, _, err = torchstone(*args, "--extract", pattern)
             assert (code, message in err) == (2, True), err
+
+    def test_a_pattern_that_finds_nothing_or_the_same_everywhere_is_noticed(
+        self, torchstone: Command, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        folder = self.scripted(tokenizer, tmp_path / "model", "y")
+        data = write_rows(tmp_path / "rows.jsonl", [chat_row("a", "#1"), chat_row("b", "#2")])
+        args = ["evaluate", folder, "--data", data, "--cache-dir", tmp_path]
+        for pattern in ("", "x*"):
+            code, _, err = torchstone(*args, "--extract", pattern)
+            assert (code, "matches none of the 2 expected answers" in err) == (2, True), err
+        code, _, err = torchstone(*args, "--extract", "#")
+        assert (code, "--extract '#' finds the same in all expected answers: '#'" in err) == (0, True), err
+
+    def test_prompts_and_completions_are_answered_without_a_template(
+        self, evaluate: Evaluate, llama_dir: Path, tmp_path: Path
+    ) -> None:
+        prompt = "The river"
+        completion = ts.generate(str(llama_dir), prompt, 6, temperature=0.0, device="cpu")
+        rows = [{"prompt": prompt, "completion": completion}, {"prompt": prompt, "completion": f"{completion}!"}]
+        result = evaluate(llama_dir, write_rows(tmp_path / "rows.jsonl", rows), max_tokens=6)
+        assert (result["exact_match"], result["questions"]) == (0.5, 2)
+        assert [(e["question"], e["right"]) for e in result["examples"]] == [(prompt, True), (prompt, False)]
+
+    def test_rows_that_cannot_be_asked_are_left_out(
+        self, torchstone: Command, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        """Those that the loss skips, and a conversation without a question. One that is too long is wrong."""
+        folder = self.scripted(tokenizer, tmp_path / "model", "y")
+        bad = [{"messages": []}, {"messages": [{"role": [], "content": "x"}]}, {"messages": 5}]
+        first = {"messages": [{"role": "assistant", "content": "y"}]}
+        rows = [chat_row("a", "y"), *bad, first, chat_row("b", "long " * 100), chat_row("c", "y")]
+        args = ["evaluate", folder, "--data", write_rows(tmp_path / "rows.jsonl", rows), "--cache-dir", tmp_path]
+        args += ["--context-length", 64, "--data.on_bad_row", "skip", "--json"]
+        code, out, err = torchstone(*args)
+        assert code == 0, err
+        result = json.loads(out)
+        assert (result["questions"], result["exact_match"], result["dropped_rows"]) == (3, 2 / 3, 4)
+
+    def test_options_for_answers_are_refused_for_texts(
+        self, torchstone: Command, llama_dir: Path, text_file: Path
+    ) -> None:
+        code, _, err = torchstone(
+            "evaluate", llama_dir, "--data", text_file, "--extract", "a", "--cache-dir", text_file.parent
+        )
+        assert (code, "have no effect on text rows" in err) == (2, True)
 
     def test_both_right_and_wrong_examples_are_shown(
         self, torchstone: Command, tokenizer: Tokenizer, tmp_path: Path

@@ -175,6 +175,19 @@ class TestStreaming:
         assert torchstone("generate", folder, "--what.is x", "--temperature", 0) == (0, "ok\n", "")
 
 
+def test_logits_that_are_nan_are_an_error(torchstone: Command, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "model", tokenizer)
+    edit_json(folder / "config.json", rms_norm_eps=float("nan"))
+    for args in (("generate", folder, "a"), ("chat", folder, "--prompt", "a", "--chat-template", "chatml")):
+        code, _, err = torchstone(*args)
+        assert (code, "logits are NaN" in err) == (5, True), err
+
+
+def test_a_misspelled_option_is_not_taken_for_the_prompt(torchstone: Command, llama_dir: Path) -> None:
+    code, _, err = torchstone("generate", llama_dir, "--max-token=5")
+    assert (code, "unknown option --max-token=5" in err) == (2, True)
+
+
 class TestNoPrompt:
     def test_a_text_starts_from_eos_and_from_bos_if_there_is_one(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         end, pad = tokenizer.hf.eos_token_id, tokenizer.hf.pad_token_id

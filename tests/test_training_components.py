@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -472,6 +474,29 @@ class TestMetrics:
         assert MetricsFile(path, last_step=7, first_step=3).missing_steps == 2
         assert MetricsFile(tmp_path / "none.jsonl", last_step=2).missing_steps == 2
         assert MetricsFile(tmp_path / "none.jsonl", last_step=0).missing_steps == 0
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_a_full_disk_names_the_file_once(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        metrics = MetricsFile(path, last_step=0)
+        (handle,) = [entry.fd for entry in psutil.Process().open_files() if entry.path == str(path)]
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), handle)
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            metrics.write({"step": 1})
+        metrics.close()
+
+    def test_a_symlink_is_not_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(OSError, match="metrics.jsonl"):
+            MetricsFile(tmp_path / "metrics.jsonl", last_step=0)
+        assert not (tmp_path / "elsewhere").exists()
+
+    def test_a_removed_file_is_noticed(self, tmp_path: Path) -> None:
+        metrics = MetricsFile(tmp_path / "metrics.jsonl", last_step=0)
+        assert not metrics.is_deleted
+        (tmp_path / "metrics.jsonl").unlink()
+        assert metrics.is_deleted
 
     def test_a_last_line_without_newline_gets_one(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"

@@ -9,13 +9,14 @@ Functions that end in `_with_config` take a validated `Config`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -256,7 +257,7 @@ def train_tokenizer(
 
 
 def evaluate(
-    source: str,
+    source: str | Path,
     data: str,
     questions: int | None = 200,
     context_length: int | None = None,
@@ -277,7 +278,9 @@ def evaluate(
     expression for what is compared of an answer of at most `max_tokens` tokens. `overrides` are config keys such as
     data.on_bad_row.
     """
-    console = Console("quiet" if quiet else "auto")
+    console, source = Console("quiet" if quiet else "auto"), os.fspath(source)
+    _check_minimum("questions", questions, 0)
+    _check_minimum("max_tokens", max_tokens, 1)
     try:
         options = AnswerOptions(questions, max_tokens, None if extract is None else re.compile(extract))
     except re.error as error:
@@ -303,6 +306,8 @@ def evaluate(
     path = _data_path(data, config.data.cache_dir, console)
     with translate_out_of_memory("the evaluation", torch_device):
         model = load_model(folder, torch_device, execution=execution)
+        for warning in model.warnings:
+            console.warn(warning)
         defaults: dict[str, Any] = {
             "data.context_length": min(EVALUATION_LENGTH, model.max_positions or EVALUATION_LENGTH)
         }
@@ -318,10 +323,12 @@ def evaluate(
 
 
 def export(
-    source: str, target: str | Path, dtype: Dtype = "auto", verify: bool = True, trust_remote_code: bool = False
+    source: str | Path, target: str | Path, dtype: Dtype = "auto", verify: bool = True, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Writes a run, a checkpoint or a folder as a Hugging Face folder, verified by loading it in Transformers."""
-    return export_model(source, Path(target), dtype, verify, trust_remote_code)
+    if dtype not in get_args(Dtype):
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(get_args(Dtype))}")
+    return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code)
 
 
 def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: bool = False) -> dict[str, Any]:
@@ -350,7 +357,7 @@ def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: boo
 
 
 def generate(
-    source: str,
+    source: str | Path,
     prompt: str = "",
     max_tokens: int = 256,
     temperature: float = DEFAULT_TEMPERATURE,
@@ -365,6 +372,7 @@ def generate(
 
     `on_text` gets the text while it is generated. `overrides` are config keys of the model, such as model.attention.
     """
+    _check_minimum("max_tokens", max_tokens, 1)
     config = model_config(source, {"system.device": device} | dict(overrides or {}))
     sampling = SamplingOptions(temperature, top_p, top_k, seed)
     return generate_with_config(config, prompt, max_tokens, sampling, on_text).text
@@ -386,7 +394,7 @@ class Chat:
 
     def __init__(
         self,
-        source: str,
+        source: str | Path,
         max_new_tokens: int = 256,
         device: Device = "auto",
         trust_remote_code: bool = False,
@@ -428,9 +436,9 @@ class Chat:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
 
-def model_config(source: str, overrides: Mapping[str, Any]) -> Config:
+def model_config(source: str | Path, overrides: Mapping[str, Any]) -> Config:
     """The config of a command that uses a model and reads no data; the rules of a config ask for a path."""
-    return load_config(overrides={"model.path": source, "data.path": source} | dict(overrides))
+    return load_config(overrides={"model.path": os.fspath(source), "data.path": os.fspath(source)} | dict(overrides))
 
 
 def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[Model, Tokenizer]:
@@ -445,6 +453,8 @@ def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[M
         _check_chat(folder, config, tokenizer)
     with translate_out_of_memory("the model", device):
         model = load_model(folder, device, execution=execution)
+    for warning in model.warnings:
+        Console().warn(warning)
     check_vocabulary(model, tokenizer)
     return model, tokenizer
 
@@ -536,6 +546,11 @@ def _describe_run(run: Run) -> list[str]:
         f"{describe_saving(run.config.checkpoint)}, in {run.output_dir / CHECKPOINTS}",
         *mixture,
     ]
+
+
+def _check_minimum(name: str, value: int | None, minimum: int) -> None:
+    if value is not None and value < minimum:
+        raise UsageError(f"{name} {value} is less than {minimum}")
 
 
 def _count(count: int, noun: str) -> str:

@@ -28,6 +28,11 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def no_follow(path: str, flags: int) -> int:
+    """An `opener` that refuses a symlink: a stranger's folder must not make us write elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_text(path: Path, text: str) -> None:
     # A random name: several processes on several machines may write the same file at the same time.
     temporary = path.with_name(f".{path.name}.{token_hex(4)}.partial")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import sys
@@ -100,6 +101,8 @@ Resolver = Callable[[ConfigLayers, Purpose], Config]
 def program() -> None:
     """The `torchstone` process."""
     sys.excepthook = _print_crash
+    # Libraries log what files contain, such as names in a config.json.
+    logging.setLogRecordFactory(_escaped_record)
     main(ignore_late_signals=True)
 
 
@@ -232,10 +235,11 @@ class Commands:
             return
         if heartbeat.has_launcher():
             heartbeat.redirect_output(heartbeat.log_file(_log_folder(resolved), int(os.environ["RANK"])))
-        with handle_stop_signals(ignore_late_signals=self.ignore_late_signals):
+        with handle_stop_signals(ignore_late_signals=self.ignore_late_signals) as raise_if_stopped:
             heartbeat.report_phase("importing torch")
             from torchstone import api
 
+            raise_if_stopped()
             result = api.train_with_config(resolved)
         if result.checkpoint is not None and os.environ.get("RANK", "0") == "0":
             heartbeat.print_line(f"done: step {result.step}, {result.checkpoint}")
@@ -406,7 +410,7 @@ class Commands:
         plan = plan_launch(options, system, os.environ)
         if plan is not None:
             args = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
-            command = [sys.executable, "-m", "torchstone", *args]
+            command = [*_worker_command(), *args]
             sys.exit(run_workers(plan, command, ignore_late_signals=self.ignore_late_signals))
         from torchstone import api
 
@@ -597,7 +601,7 @@ class Commands:
         worker of rank 0 does it later.
         """
         text, output_dir = json.dumps(to_dict(config), indent=2), Path(config.output_dir)
-        command = [sys.executable, "-m", "torchstone"]
+        command = _worker_command()
         is_first_node = plan.nodes.max_nodes == 1 or plan.nodes.node_rank == 0
         with ExitStack() as stack:
             lock = stack.enter_context(lock_run_folder(output_dir)) if is_first_node else None
@@ -634,6 +638,12 @@ class Commands:
         heartbeat.print_line(f"wrote {file}")
         if submit is not None:
             _print_line(submit(file))
+
+
+def _worker_command() -> list[str]:
+    """Workers import nothing from the current folder, which may be a stranger's, unless this process does."""
+    imports_from_here = not {"", os.getcwd()}.isdisjoint(sys.path)
+    return [sys.executable, *([] if imports_from_here else ["-P"]), "-m", "torchstone"]
 
 
 def _convert_strictly(type_: Any, tokens: Sequence[Any]) -> Any:
@@ -771,6 +781,12 @@ def _crash(error: Exception) -> None:
     _exit(1)
 
 
+def _escaped_record(*args: Any, **options: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*args, **options)
+    record.msg, record.args = escape_message(record.getMessage()), ()
+    return record
+
+
 def _print_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Replaces Python's own report of an unexpected error, which may quote data."""
     if sys.stderr is not None:
@@ -792,7 +808,8 @@ def _exit(code: int) -> None:
 
 
 def _is_worker() -> bool:
-    return heartbeat.has_launcher() or heartbeat.int_variable("WORLD_SIZE", 1) > 1
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return heartbeat.has_launcher() or (world_size.isdecimal() and int(world_size) > 1)
 
 
 if __name__ == "__main__":

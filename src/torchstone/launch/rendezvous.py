@@ -313,7 +313,7 @@ def read_secret(file: Path | None) -> bytes:
         if not file.exists():
             _create_secret(file)
         secret = file.read_text().strip()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot create or read the secret of the rendezvous: {error}", f"set {SECRET_VARIABLE} on all nodes"
         ) from None

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchstone.errors import UsageError
+from torchstone.errors import NumericalError, UsageError
 from torchstone.models.attention import PADDING_DOC_ID, KVCache
 from torchstone.models.decoder import Decoder
 
@@ -88,6 +88,8 @@ def sample_token(
     top_k: int = 0,
 ) -> Tensor:
     """Returns the next token of each row of logits [B, V]."""
+    if bool(logits.isnan().any()):
+        raise NumericalError("the model's logits are NaN", "its weights have NaN or overflow")
     if temperature == 0:
         return logits.argmax(dim=-1)
     probabilities = next_token_probabilities(logits, temperature, top_p, top_k)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 import torch
 
-from torchstone.atomic import free_path, fsync, write_text
+from torchstone.atomic import free_path, fsync, no_follow, write_text
 
 
 class MetricsFile:
@@ -26,7 +27,7 @@ class MetricsFile:
         self.removed_lines = 0
         self.moved_to: Path | None = None
         self.missing_steps = 0
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         if not is_writer:
             return
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -40,18 +41,26 @@ class MetricsFile:
             self.removed_lines = len(lines) - kept.count("\n")
         found = {step for step in steps if first_step <= step <= last_step}
         self.missing_steps = max(0, last_step - first_step + 1) - len(found)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = FileIO(path, "a", opener=no_follow)
         fsync(path.parent)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(metrics) + "\n")
-            self._file.flush()
+        if self._file is None:
+            return
+        try:
+            self._file.write(f"{json.dumps(metrics)}\n".encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._file.name)) from None
 
     def sync(self) -> None:
         """Waits until all lines are on the disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether someone has removed the file since it was opened."""
+        return self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0
 
     def close(self) -> None:
         if self._file is not None:

@@ -12,26 +12,26 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchstone.config.schema import Config
+from torchstone.config.schema import Config, DataConfig
 from torchstone.data.formats import (
     CHAT_FORMATS,
     IGNORE_INDEX,
-    Message,
     PromptCompletion,
     RowFormat,
     read_conversation,
     read_prompt,
 )
 from torchstone.data.loader import RunData, StepBatch, load_data
-from torchstone.data.sources import BadRow, find_files, parse_rows, read_chunks
+from torchstone.data.sources import BadRow, Row, find_files, parse_rows, read_chunks, read_row
 from torchstone.data.tokenize import Tokenizer
-from torchstone.errors import NumericalError, UsageError
+from torchstone.errors import DataError, NumericalError, UsageError
 from torchstone.models.model import Model
 from torchstone.observe.console import Console, count_text
 from torchstone.parallel.runner import Runner
@@ -44,18 +44,11 @@ MAX_EXAMPLES = 4
 
 
 class Question(NamedTuple):
-    """What comes before an answer, and the answer of the data. `prompt` is a text without a chat template; otherwise
-    there are `messages`, and perhaps `tools`."""
+    """What comes before an answer, as text to show and as tokens, and the answer of the data."""
 
     text: str
+    prompt: list[int]
     expected: str
-    messages: list[Message] | None = None
-    tools: list[Any] | None = None
-
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
-        if self.messages is None:
-            return encode_text_prompt(tokenizer, self.text)
-        return tokenizer.encode(tokenizer.template.render_prompt(self.messages, self.tools))
 
 
 @dataclass(frozen=True)
@@ -101,9 +94,8 @@ def evaluate_file(
     results |= {"tokens": tokens, "bytes": num_bytes, "samples": len(data.train)}
     results["dropped_rows"] = data.counts.dropped
     if has_answers and options.max_questions != 0:
-        columns = next(iter(config.data.columns), {})
-        questions = read_questions(path, row_format, options.max_questions, config.data.max_samples, columns)
-        results |= exact_match(model, tokenizer, questions, options, console)
+        questions = read_questions(path, row_format, tokenizer, config.data, options.max_questions)
+        results |= exact_match(model, tokenizer, questions, options, config.data.context_length, console)
     return results
 
 
@@ -123,6 +115,7 @@ def exact_match(
     tokenizer: Tokenizer,
     questions: list[Question],
     options: AnswerOptions,
+    context_length: int,
     console: Console,
 ) -> dict[str, Any]:
     """Generates a greedy answer to each question, and compares it with the expected one.
@@ -140,7 +133,8 @@ def exact_match(
         console.warn(f"--extract {pattern.pattern!r} finds the same in all expected answers: {targets[0]!r}")
     # Enough for the longest answer and its stop token, so that a longer wrong answer is not cut to a correct one.
     longest = max((len(tokenizer.encode(text)) for text in expected), default=0)
-    answers = generate_answers(model, tokenizer, questions, options.max_new_tokens or 4 + longest, console)
+    max_new_tokens = options.max_new_tokens or min(4 + longest, context_length)
+    answers = generate_answers(model, tokenizer, questions, max_new_tokens, console)
     found = [_extract(text, pattern) for text in answers]
     is_right = [a is not None and a == b for a, b in zip(found, targets, strict=True)]
     examples = [
@@ -160,7 +154,7 @@ def generate_answers(
     model: Model, tokenizer: Tokenizer, questions: list[Question], max_new_tokens: int, console: Console
 ) -> list[str]:
     """The greedy answers. A question that fills the model's context has an empty one."""
-    prompts = [question.encode(tokenizer) for question in questions]
+    prompts = [question.prompt for question in questions]
     indices = [i for i, prompt in enumerate(prompts) if model.length_error(len(prompt) + 1) is None]
     if len(indices) < len(prompts):
         left_out = len(prompts) - len(indices)
@@ -198,29 +192,36 @@ def _room(model: Model, prompt: list[int], max_new_tokens: int) -> int:
 
 
 def read_questions(
-    path: str, row_format: RowFormat, limit: int | None, max_rows: int | None, columns: Mapping[Any, str]
+    path: str, row_format: RowFormat, tokenizer: Tokenizer, data: DataConfig, limit: int | None
 ) -> list[Question]:
     """The first `limit` rows that end with an answer. Bad rows were counted, or refused, when the loss was computed."""
     questions: list[Question] = []
+    columns: Mapping[Any, str] = next(iter(data.columns), {})
     rows = (row for chunk in read_chunks(find_files(path), columns=columns) for row in parse_rows(chunk, columns))
-    for row in islice(rows, max_rows):
+    for row in islice(rows, data.max_samples):
         if len(questions) == limit:
             break
         if isinstance(row, BadRow):
             continue
         try:
-            content = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
-        except BadRow:
+            question = read_row(row, partial(_read_question, row_format, tokenizer))
+        except DataError:
             continue
-        if isinstance(content, PromptCompletion):
-            questions.append(Question(content.prompt, content.completion))
-            continue
-        *context, last = content.messages
-        # A tool call has no text to compare.
-        if last["role"] == "assistant" and last.get("content"):
-            text = context[-1].get("content") or "" if context else ""
-            questions.append(Question(text, last["content"], context, content.tools))
+        if question is not None:
+            questions.append(question)
     return questions
+
+
+def _read_question(row_format: RowFormat, tokenizer: Tokenizer, row: Row) -> Question | None:
+    content = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
+    if isinstance(content, PromptCompletion):
+        return Question(content.prompt, encode_text_prompt(tokenizer, content.prompt), content.completion)
+    *context, last = content.messages
+    # A tool call has no text to compare.
+    if not context or last["role"] != "assistant" or not last.get("content"):
+        return None
+    prompt = tokenizer.encode(tokenizer.template.render_prompt(context, content.tools))
+    return Question(context[-1].get("content") or "", prompt, last["content"])
 
 
 def _extract(text: str, pattern: re.Pattern[str] | None) -> str | None:

@@ -192,7 +192,7 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     samples_path = run.output_dir / "samples.jsonl"
     if run.sample_prompts or samples_path.exists():
         # A run without samples also removes those after its checkpoint.
-        run.samples_file = MetricsFile(samples_path, run.progress.last_logged_step, run.ctx.is_main)
+        run.samples_file = _open_lines(run, samples_path)
     run.model.train()
     run.saved_at = time.monotonic()
     run.console.begin(run.schedule.total_steps, run.progress.step)
@@ -211,16 +211,22 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
 
 def _open_metrics(run: Run) -> MetricsFile:
     path, last_step = run.output_dir / "metrics.jsonl", run.progress.last_logged_step
-    file = MetricsFile(path, last_step, run.ctx.is_main, run.checkpoint_info.get("metrics_start", 0) + 1)
-    if file.removed_lines:
-        run.console.info(f"metrics.jsonl: removed {file.removed_lines} lines after step {last_step}")
-    if file.moved_to is not None:
-        run.console.info(f"metrics.jsonl of an earlier attempt is now {file.moved_to}")
+    file = _open_lines(run, path)
     if file.missing_steps:
         run.console.warn(
             f"{path} lacks {file.missing_steps} of the steps up to {last_step}, after which the run resumes: these "
             "lines are lost"
         )
+    return file
+
+
+def _open_lines(run: Run, path: Path) -> MetricsFile:
+    last_step, first_step = run.progress.last_logged_step, run.checkpoint_info.get("metrics_start", 0) + 1
+    file = MetricsFile(path, last_step, run.ctx.is_main, first_step)
+    if file.removed_lines:
+        run.console.info(f"{path.name}: removed {file.removed_lines} lines after step {last_step}")
+    if file.moved_to is not None:
+        run.console.info(f"{path.name} of an earlier attempt is now {file.moved_to}")
     return file
 
 
@@ -324,6 +330,8 @@ def _save_checkpoint(run: Run, callbacks: Sequence[Callback], metrics_file: Metr
     report_phase(f"saving step {step}")
     # A checkpoint on the disk must not be ahead of the metrics there.
     metrics_file.sync()
+    if metrics_file.is_deleted:
+        run.console.warn("metrics.jsonl was removed while the run was writing to it: its lines are lost")
     check_saved_state(step, run.runner, run.optimizer, run.checkpoint)
     is_complete = run.schedule.is_done(run.progress) and run.progress.pending_metrics is None
     state = run.progress.to_dict() | run.checkpoint_info | {"is_complete": is_complete}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -62,17 +62,28 @@ class StopRequest:
 
 
 @contextmanager
-def handle_stop_signals(request: StopRequest | None = None, ignore_late_signals: bool = False) -> Iterator[None]:
+def handle_stop_signals(
+    request: StopRequest | None = None, ignore_late_signals: bool = False
+) -> Iterator[Callable[[], None]]:
     """Records stop signals in `request`; without a request, a signal raises `StoppedBySignal`.
+
+    Yields a function that raises it again, for code that may have swallowed it, such as the imports of a library.
 
     Ignored signals stay ignored (nohup). Outside the main thread it does nothing. On exit it restores the previous
     handlers. With `ignore_late_signals` signals are then ignored instead, so that a late one does not change the exit
     code.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     stop_request = StopRequest() if request is None else request
+
+    def raise_if_stopped() -> None:
+        if request is None and stop_request.local_signal is not None:
+            raise StoppedBySignal(
+                f"stopped by {stop_request.local_signal.name} while {heartbeat.current_phase()}",
+                "no step was interrupted; run the same command to continue",
+            )
 
     def handle(number: int, frame: FrameType | None) -> None:
         is_first = stop_request.local_signal is None
@@ -84,16 +95,16 @@ def handle_stop_signals(request: StopRequest | None = None, ignore_late_signals:
         stop_request.local_signal = signal.Signals(number)
         if is_first and request is not None and is_main_rank:
             heartbeat.print_at_once(heartbeat.stop_message(stop_request.local_signal, request.step))
-        if request is None:
-            raise StoppedBySignal(
-                f"stopped by {stop_request.local_signal.name} while {heartbeat.current_phase()}",
-                "no step was interrupted; run the same command to continue",
-            )
+        raise_if_stopped()
 
     numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield
+        yield raise_if_stopped
+    except Exception:
+        # What a library made of our exception.
+        raise_if_stopped()
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_IGN if ignore_late_signals else handler)
