@@ -91,6 +91,8 @@ class TestWrongUsage:
                 "leave it out: in Torchstone this is --optim.learning_rate, which",
             ),
             ("train --nnodes 1 --nnodez 2", "Unknown option: --nnodez.\n  see: torchstone train --help"),
+            ("sft rows.jsonl", "generate, ...\n  see: torchstone --help"),
+            ("tokenizer train", "FOLDER requires an argument.\n  see: torchstone tokenizer train --help"),
             ("train --help-keys optimizer", "the sections are model, data,"),
             ("train --preset debug --data.path", "--data.path needs a value"),
             ("train --preset debug --output-dir=", "output_dir is empty"),

@@ -160,6 +160,31 @@ class TestModelTokenizerAlignment:
         if not is_kept:
             assert json.loads(saved) == json.loads(content) | {"eos_token_id": [7, 11]}
 
+    def test_bos_of_another_tokenizer_does_not_become_a_stop_token(self, tmp_path: Path) -> None:
+        """Id 2 ended an answer in the model's own tokenizer, and begins every text in the new one."""
+        folder = make_model(tmp_path, "llama", "grouped", eos_token_id=0, bos_token_id=None)
+        (folder / GENERATION_CONFIG).write_text('{"eos_token_id": [0, 2, 6]}')
+        model = load_model(folder, CPU)
+        model.align_special_tokens({"bos_token_id": 2, "eos_token_id": 0}, stop_ids=[0, 4])
+        assert json.loads(model.generation_config or b"")["eos_token_id"] == [0, 6, 4]
+
+    def test_a_tokenizer_that_is_not_the_models_is_noticed(
+        self, settings: Settings, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = make_llama(tmp_path / "model", tokenizer)
+        shutil.copytree(tokenizer.path, tmp_path / "other")
+        content = json.loads((tmp_path / "other/tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+        (tmp_path / "other/tokenizer.json").write_text(json.dumps(content))
+        overrides = from_folder(settings, folder, training__max_steps=1, observe__console="lines")
+        api.train(overrides=overrides)
+        api.train(
+            overrides=overrides | {"model.tokenizer": str(tmp_path / "other"), "output_dir": str(tmp_path / "r2")}
+        )
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "is not the tokenizer of the model" in line]
+        assert f"{tmp_path}/other is not the tokenizer of the model: 2 of the model's " in line
+
     @pytest.fixture(scope="class")
     @classmethod
     def small(cls, tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:

@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import DataError, NumericalError, OutOfMemoryError, StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.loop import Callback, Run, TrainResult
+from torchstone.training.stop import handle_stop_signals
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -661,7 +663,22 @@ class TestSignals:
             signal.signal(signal.SIGINT, previous)
         assert printed == ["finishing step 3, then saving; press Ctrl-C again to quit without saving\n"]
 
-    def test_a_second_interrupt_ends_at_once_and_the_handlers_are_restored(self, settings: Settings) -> None:
+    @pytest.mark.parametrize("error", [None, ImportError("numpy")])
+    def test_a_signal_that_an_import_swallowed_still_stops_the_run(self, error: Exception | None) -> None:
+        def import_library() -> None:
+            with handle_stop_signals() as raise_if_stopped:
+                with suppress(StoppedBySignal):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if error is not None:
+                    raise error
+                raise_if_stopped()
+
+        with pytest.raises(StoppedBySignal, match="stopped by SIGTERM"):
+            import_library()
+
+    def test_a_second_interrupt_ends_at_once_and_the_handlers_are_restored(
+        self, settings: Settings, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         class InterruptTwice(Callback):
             def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -673,6 +690,7 @@ class TestSignals:
             before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
             with pytest.raises(KeyboardInterrupt):
                 train(settings(), InterruptTwice())
+            assert "quitting without saving\n" in capfd.readouterr().err
             assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
         finally:
             signal.signal(signal.SIGINT, previous)
