@@ -282,6 +282,21 @@ class TestErrors:
         with pytest.raises(UsageError, match=rf"hub:org/rows: it cannot be downloaded from {UNREACHABLE}"):
             find_files("hub:org/rows")
 
+    def test_a_hub_that_does_not_answer(
+        self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sha = server.commit(MODEL, SMALL_MODEL)
+        model("org/llama")
+        monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.1)
+        server.delay = 0.5
+        with pytest.raises(UsageError, match="org/mispelt: no such folder, and it cannot be downloaded.*ReadTimeout"):
+            model("org/mispelt")
+        capsys.readouterr()
+        assert hub.download_model(hub.HubName("model", "org/llama"), weights=False).folder.name == sha
+        asking, warning = capsys.readouterr().err.splitlines()[:2]
+        assert asking == f"asking {server.url} for org/llama"
+        assert "ReadTimeout" in warning
+
     def test_an_interrupted_download_is_completed_later(self, server: HubServer) -> None:
         server.commit(MODEL, SMALL_MODEL | {"model.safetensors": b"0123456789"})
         server.cuts["model.safetensors"] = [4, -1]

@@ -39,6 +39,8 @@ DATASET_METADATA = ("dataset_info.json", "dataset_infos.json")
 TRAIN_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 OTHER_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
 MAX_LISTED = 8
+# How long the hub may take to answer which commit a name has; huggingface_hub would wait for ever.
+ANSWER_SECONDS = 10.0
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -169,12 +171,16 @@ def _huggingface_hub() -> ModuleType:
 
 def _repo_info(name: HubName) -> Any:
     """Raises all kinds of errors, and TorchstoneError after a signal."""
-    return _huggingface_hub().HfApi().repo_info(name.repo, repo_type=name.repo_type, revision=name.revision)
+    options = {"repo_type": name.repo_type, "revision": name.revision, "timeout": ANSWER_SECONDS}
+    return _huggingface_hub().HfApi().repo_info(name.repo, **options)
 
 
 def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str]]:
     """The name, its commit and its files. If the hub cannot be reached, what the cache has, with a warning; the name is
     then pinned, so that the hub is not asked again."""
+    constants = _huggingface_hub().constants
+    if not constants.HF_HUB_OFFLINE:
+        console.info(f"asking {constants.ENDPOINT} for {name}")
     try:
         info = _repo_info(name)
         return name, info.sha, [file.rfilename for file in info.siblings or ()]
