@@ -198,6 +198,8 @@ class TestDataFiles:
             (["alpaca.json", "eval/questions.jsonl"], ["alpaca.json"]),
             (["en/c4-train.00000.json.gz", "en/c4-train.00001.json.gz", "en/c4-validation.00000.json.gz"],
              ["en/c4-train.00000.json.gz", "en/c4-train.00001.json.gz"]),
+            (["x-0123456789abcdef.jsonl", "x-fedcba9876543210.jsonl", "x-test.jsonl"],
+             ["x-0123456789abcdef.jsonl", "x-fedcba9876543210.jsonl"]),
         ],
     )  # fmt: skip
     def test_the_default_is_the_training_split(self, server: HubServer, files: list[str], expected: list[str]) -> None:
@@ -211,6 +213,8 @@ class TestDataFiles:
             ["main/train-00000-of-00001.jsonl", "main/test.jsonl", "socratic/train-00000-of-00001.jsonl"],
             ["data/train_sft.jsonl", "data/train_gen.jsonl"],
             ["rows_1000.jsonl", "rows_52000.jsonl"],
+            ["train_100k.jsonl", "train_200k.jsonl"],
+            ["wiki-2022.parquet", "wiki-2023.parquet"],
         ],
     )
     def test_several_training_sets_are_not_mixed(self, server: HubServer, files: list[str]) -> None:

@@ -37,6 +37,9 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors")
 DATASET_METADATA = ("dataset_info.json", "dataset_infos.json")
 TRAIN_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+# What differs between the shards of a split: a hash, 00001-of-00002, or a number with leading zeros. Other numbers are
+# sizes, years or versions: different data.
+SHARD_NUMBER = re.compile(r"(?<=-)[0-9a-f]{16}(?=\.)|\d{5}(?=-of-\d{5})|(?<=-of-)\d{5}|(?<!\d)0\d{2,}(?!\d)")
 OTHER_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
 MAX_LISTED = 8
 # How long the hub may take to answer which commit a name has; huggingface_hub would wait for ever.
@@ -309,8 +312,7 @@ def _split_patterns(files: Sequence[str], suffixes: Sequence[str]) -> list[str]:
         folder, slash, base = file.rpartition("/")
         is_hidden = any(part.startswith(".") for part in file.split("/"))
         if not is_hidden and base.endswith(tuple(suffixes)) and base not in DATASET_METADATA:
-            base = re.sub(r"-[0-9a-f]{16}(?=\.)", "-*", base)
-            base = re.sub(r"\d{3,}", lambda digits: "?" * len(digits.group()), base)
+            base = SHARD_NUMBER.sub(lambda match: "?" * len(match[0]), base)
             groups.setdefault(folder + slash + base, []).append(file)
     return [pattern if len(members) > 1 else members[0] for pattern, members in groups.items()]
 
