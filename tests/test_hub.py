@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 
 from hub_server import HubServer, folder_files, hub_server
 from tiny import flags, make_llama
@@ -352,6 +352,19 @@ class TestOffline:
             ):
                 load()
 
+    def test_no_files_are_chosen_because_they_are_in_the_cache(
+        self, server: HubServer, offline: Callable[[], None]
+    ) -> None:
+        server.commit(DATA, {"en/train.jsonl": b"{}", "fr/train.jsonl": b"{}"})
+        server.commit("datasets/org/other", {"en/train.jsonl": b"{}", "fr/train.jsonl": b"{}"})
+        find_files("hub:org/rows/fr/train.jsonl")
+        hf_hub_download("org/other", "fr/train.jsonl", repo_type="dataset")
+        offline()
+        with pytest.raises(UsageError, match="several sets of training files"):
+            find_files("hub:org/rows")
+        with pytest.raises(UsageError, match=r"which files it has\n  name them: hub:org/other@\w{40}/PATH"):
+            find_files("hub:org/other")
+
     def test_an_unreachable_hub_is_reported_and_the_cache_is_used(
         self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -360,7 +373,7 @@ class TestOffline:
         use_endpoint(monkeypatch, UNREACHABLE)
         assert model("org/llama").folder.name == sha
         err = capsys.readouterr().err
-        assert "warning: org/llama: the hub cannot be asked (ConnectError: " in err
+        assert "warning: org/llama: cannot reach the hub (ConnectError: " in err
         assert f"using commit {sha} of the cache" in err
 
 

@@ -111,7 +111,7 @@ def download_model(
     if not (snapshot.folder / WEIGHTS).is_file():
         fetch_weights(["config.json", WEIGHTS_INDEX])
         if not (snapshot.folder / WEIGHTS_INDEX).is_file():
-            raise _no_weights(snapshot.name, console)
+            raise _no_weights(snapshot.name)
         fetch_weights(["config.json", *map(glob.escape, _indexed_files(snapshot.folder / WEIGHTS_INDEX))])
     return snapshot
 
@@ -122,7 +122,9 @@ def download_data(name: HubName, suffixes: Sequence[str], console: Console | Non
     commit = name.revision
     if not name.is_pinned or not name.path:
         name, commit, files = _look_up(name, console)
-        name = name if name.path else replace(name, path=_training_files(name, files, suffixes))
+        if not name.path and files is None:
+            raise UsageError(f"{name}: the cache does not say which files it has", f"name them: {name}/PATH")
+        name = name if name.path else replace(name, path=_training_files(name, files or (), suffixes))
     if glob.has_magic(name.path):
         # In the patterns of huggingface_hub a star also matches slashes; in ours it does not.
         ignore = ["*/" * (name.path.count("/") + 1) + "*"]
@@ -131,8 +133,8 @@ def download_data(name: HubName, suffixes: Sequence[str], console: Console | Non
         patterns = [name.path, *(f"{name.path}/*{suffix}" for suffix in suffixes)]
         snapshot = _fetch(name, console, "the files", patterns, (), commit)
     if not glob.glob(data_path(snapshot)):
-        _, _, files = _look_up(snapshot.name, console)
-        raise UsageError(f"{name}: the dataset has no such file", _choices(name, _split_patterns(files, suffixes)))
+        patterns = _split_patterns(_cached_files(snapshot.name) or (), suffixes)
+        raise UsageError(f"{name}: the dataset has no such file", _choices(name, patterns))
     return snapshot
 
 
@@ -178,9 +180,9 @@ def _repo_info(name: HubName) -> Any:
     return _huggingface_hub().HfApi().repo_info(name.repo, **options)
 
 
-def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str]]:
-    """The name, its commit and its files. If the hub cannot be reached, what the cache has, with a warning; the name is
-    then pinned, so that the hub is not asked again."""
+def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str] | None]:
+    """Returns the name, its commit and the names of its files, downloaded or not. If the hub cannot be reached, takes
+    them from the cache and warns; the name is then pinned, so that later calls send no request."""
     constants = _huggingface_hub().constants
     if not constants.HF_HUB_OFFLINE:
         console.info(f"asking {constants.ENDPOINT} for {name}")
@@ -194,9 +196,9 @@ def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str]]:
         if folder is None or not _is_unreachable(error):
             raise _explain(name, error) from None
         if not name.is_pinned:
-            console.warn(f"{name}: the hub cannot be asked ({_reason(error)}): using commit {folder.name} of the cache")
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        return replace(name, revision=folder.name), folder.name, files
+            console.warn(f"{name}: cannot reach the hub ({_reason(error)}): using commit {folder.name} of the cache")
+        name = replace(name, revision=folder.name)
+        return name, folder.name, _cached_files(name)
 
 
 def _cached_folder(name: HubName) -> Path | None:
@@ -206,6 +208,16 @@ def _cached_folder(name: HubName) -> Path | None:
         return Path(_snapshot_download(name, allow_patterns=[], local_files_only=True))
     except hub.errors.LocalEntryNotFoundError:
         return None
+
+
+def _cached_files(name: HubName) -> list[str] | None:
+    """All files of a repository; None if the cache does not have the list."""
+    hub = _huggingface_hub()
+    try:
+        tree = hub.get_cached_repo_tree(name.repo, repo_type=name.repo_type, revision=name.revision)
+    except hub.errors.CachedRepoTreeNotFoundError:
+        return None
+    return [file.path for file in tree]
 
 
 def _snapshot_download(name: HubName, **options: Any) -> str:
@@ -282,8 +294,8 @@ def _indexed_files(index: Path) -> list[str]:
         raise UsageError(f"{index}: not an index of weights: {error!r}") from None
 
 
-def _no_weights(name: HubName, console: Console) -> UsageError:
-    others = [file for file in _look_up(name, console)[2] if file.endswith(OTHER_WEIGHTS)]
+def _no_weights(name: HubName) -> UsageError:
+    others = [file for file in _cached_files(name) or () if file.endswith(OTHER_WEIGHTS)]
     found = f"only {', '.join(others[:MAX_LISTED])}" if others else "no weights at all"
     return UsageError(
         f"{name} has no {WEIGHTS} and no {WEIGHTS_INDEX}: {found}",
