@@ -11,13 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tiny import write_rows
 from torchstone import api
 from torchstone.data import sources, text_files
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.sources import BadRow, ReadPosition, count_rows, parse_rows, read_chunks, read_rows, truncate_chunk
-from torchstone.data.tokenize import Tokenizer
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
@@ -38,6 +39,14 @@ FILES = {
     "a.csv.gz": lambda: gzip.compress(table(",")),
     "a.tsv.zst": lambda: pa.compress(table("\t"), "zstd", asbytes=True),
 }
+
+
+@pytest.fixture
+def bos_tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    hf = load_tokenizer(tokenizer_dir).hf
+    bos = ("<|user|>", hf.convert_tokens_to_ids("<|user|>"))
+    hf.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[bos])
+    return Tokenizer(hf, "with bos")
 
 
 def build_cache(path: Path, tokenizer: Tokenizer, row_format: str = "auto", **columns: str) -> TokenCache:
@@ -136,13 +145,23 @@ class TestTexts:
         with pytest.raises(UsageError, match=r"a.jsonl: data.format lines is for .txt files"):
             open_source(str(path), "lines")
 
-    @pytest.mark.parametrize("separator", ["\n", " ", ""])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "\n".join(f"日本{n} é" for n in range(50)),
+            " ".join(f"日本{n}é" for n in range(50)),
+            "日本" * 50,
+            # The last piece is blank, and the first one.
+            "x" * 64 + "\n",
+            " " * 64 + "word",
+        ],
+        ids=["lines", "spaces", "no breaks", "blank end", "blank start"],
+    )
     def test_a_large_file_is_read_in_pieces_that_are_the_same_after_resuming(
-        self, tmp_path: Path, tokenizer: Tokenizer, separator: str, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, bos_tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Only the first piece starts the text, and only the last one ends it."""
         monkeypatch.setattr(text_files, "PIECE_BYTES", 64)
-        text = separator.join(f"日本{n} é" for n in range(50))
         path = tmp_path / "a.txt"
         path.write_text(text)
         chunks = list(read_chunks([path]))
@@ -153,11 +172,14 @@ class TestTexts:
         rows = [row for chunk in chunks for row in parse_rows(chunk)]
         assert not any(isinstance(row, BadRow) for row in rows)
         assert [row.line for row in rows] == [1 + text[: text.index(row.value["text"])].count("\n") for row in rows]
-        cache = build_cache(path, tokenizer)
+        cache = build_cache(path, bos_tokenizer)
         ids = [cache.sequence(n).ids.tolist() for n in range(len(cache))]
-        eos = tokenizer.eos_id
-        assert [sequence.count(eos) for sequence in ids] == [0] * (len(ids) - 1) + [1]
-        assert tokenizer.hf.decode([i for sequence in ids for i in sequence][:-1]) == text
+        assert len(ids) == len(chunks) > 1
+        all_ids = [i for sequence in ids for i in sequence]
+        (bos,) = bos_tokenizer.text_prefix
+        assert (ids[0][0], ids[-1][-1]) == (bos, bos_tokenizer.eos_id)
+        assert not {bos, bos_tokenizer.eos_id} & {*all_ids[1:-1]}
+        assert bos_tokenizer.hf.decode(all_ids[1:-1]) == text
 
     def test_a_byte_that_is_not_utf_8_is_named_with_its_line(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"one\ntwo\nth\xffree\n")

@@ -384,9 +384,11 @@ def _text_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
         try:
             _skip(stream, offset)
             for piece, is_last in read_pieces(stream):
+                # A blank file has no row. A blank piece of another file belongs to its text.
+                is_row = offset > 0 or not is_last or _is_row(piece)
                 first, offset, line = line, offset + len(piece), line + piece.count(b"\n")
                 end = ReadPosition(start.file, offset, line)
-                yield Chunk("text", path, first, piece, int(_is_row(piece)), end, raw.tell(), is_last)
+                yield Chunk("text", path, first, piece, int(is_row), end, raw.tell(), is_last)
         except DECOMPRESSION_ERRORS as error:
             raise _damaged_file(path, line - 1, error) from None
 
