@@ -264,13 +264,27 @@ class TestCommands:
         assert (report["measured"]["texts"], report["measured"]["bytes"]) == (1, len(text))
         assert json.loads(json.dumps(report)) == report
 
-    def test_a_single_text_cannot_be_split_for_validation(self, tmp_path: Path, tokenizer_dir: Path) -> None:
-        (tmp_path / "a.txt").write_text("One line.\nAnother line.\nAnd a third.\n")
+    def test_a_text_is_not_split_for_validation_into_few_pieces(
+        self, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text("One line.\nAnother line.\nAnd a third.\n")
         settings: dict[str, Any] = {
-            "model.tokenizer": str(tokenizer_dir), "data.path": str(tmp_path / "a.txt"), "data.validation_split": 0.3,
+            "model.tokenizer": str(tokenizer_dir), "data.path": str(path), "data.validation_split": 0.3,
             "data.cache_dir": str(tmp_path / "cache"), "observe.console": "quiet",
         }  # fmt: skip
         with pytest.raises(DataError, match=r"0.3 of 1 rows leaves none for training\n.*--data.format lines"):
             api.prepare(overrides=settings)
-        result = api.prepare(overrides=settings | {"data.format": "lines", "data.packing": False})
+        lines = {"data.format": "lines", "data.packing": False}
+        result = api.prepare(overrides=settings | lines)
         assert (result["samples"], result["validation_samples"]) == (2, 1)
+        # A large text has some pieces, and no share is smaller than one of them.
+        monkeypatch.setattr(text_files, "PIECE_BYTES", 64)
+        path.write_text("A line.\n" * 40)
+        settings |= {"data.context_length": 32}
+        with pytest.raises(DataError, match=r"0.05 of 5 rows holds out 1\n.*--data.validation_path.*--data.format li"):
+            api.prepare(overrides=settings | {"data.validation_split": 0.05})
+        result = api.prepare(overrides=settings | {"data.validation_split": 0.2})
+        assert result["validation_samples"] / result["samples"] == pytest.approx(0.25, abs=0.05)
+        result = api.prepare(overrides=settings | lines | {"data.validation_split": 0.05})
+        assert (result["samples"], result["validation_samples"]) == (38, 2)

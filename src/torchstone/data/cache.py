@@ -88,6 +88,12 @@ class DataSource:
         return read_chunks(self.files, start, self.row_format == "lines", self.columns)
 
     @property
+    def num_texts(self) -> int | None:
+        """The number of text files whose pieces are the rows; None if rows are something else."""
+        is_text = self.row_format == "text" and all(file_type(path) == ".txt" for path in self.files)
+        return len(self.files) if is_text else None
+
+    @property
     def title(self) -> str:
         return Path(self.name).name or self.name
 

@@ -162,7 +162,7 @@ def load_data(
     default_total = None if config.model.path is None else FINE_TUNING_BATCH_SIZE
     batch_sizes = resolve_batch_sizes(training, shares_rows, data.context_length, default_rows, dp, default_total)
     caches = [tokenize_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
-    splits = [split_validation(cache.origins, data.validation_split, seed) for cache in caches]
+    splits = [split_validation(cache.origins, data.validation_split, seed, cache.source.num_texts) for cache in caches]
     train_parts = [_make_samples(data, cache, split[0]) for cache, split in zip(caches, splits, strict=True)]
     validation_parts = [
         _make_samples(data, cache, split[1]) for cache, split in zip(caches, splits, strict=True) if len(split[1])
