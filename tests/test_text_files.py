@@ -98,10 +98,18 @@ class TestTables:
         (bad,) = [row for row in rows if isinstance(row, BadRow)]
         assert str(bad).startswith(f"{path}:4: {reason}")
 
-    def test_a_quote_that_is_not_closed_is_named_where_it_opens(self, tmp_path: Path) -> None:
-        (tmp_path / "a.csv").write_text('text\nx\n"open\ny\nz\n')
-        with pytest.raises(BadRow, match=r"a.csv:3: not CSV: a quote is not closed"):
-            list(read_rows(tmp_path / "a.csv"))
+    def test_rows_after_a_quote_are_not_lost_silently(self, tmp_path: Path) -> None:
+        """The rows up to the next quote become one, and without another quote all rows to the end."""
+        path = tmp_path / "a.csv"
+        path.write_text('text\nx\n"open\ny\nz\n')
+        with pytest.raises(DataError, match=r"a.csv: after line 2: the quote that opens in line 3 is not closed"):
+            open_source(str(path), stop_on_bad_row=False)
+        path.write_text('text\nx\n"open\ny\n"again\nz\n')
+        (chunk,) = read_chunks([path])
+        _, bad, last = parse_rows(chunk)
+        assert isinstance(bad, BadRow)
+        assert str(bad) == f"{path}:3: not CSV: ',' expected after '\"' (lines 3 to 5 are read as one row)"
+        assert not isinstance(last, BadRow)
 
     def test_one_endless_line_is_refused_before_it_is_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

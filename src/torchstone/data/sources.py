@@ -69,7 +69,8 @@ class BadRow(DataError):
         shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
         # A row must not control the terminal.
         shown = CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
-        super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row starts with {shown}", hint])))
+        shown = shown and f"the row starts with {shown}"
+        super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [shown, hint])) or None)
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
 
     def with_hint(self, hint: str) -> BadRow:
@@ -439,7 +440,7 @@ def _csv_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
     for line, fields in records:
         reason = None
         if isinstance(fields, str):
-            reason, fields = fields, []
+            reason, fields = fields, None
         elif len(fields) != len(header):
             reason = f"{len(fields)} fields, but the header has {len(header)}"
         elif SURROGATE.search("".join(fields)):
@@ -447,7 +448,7 @@ def _csv_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
         if reason is None:
             yield Row(chunk.path, line, dict(zip(header, fields, strict=True)))
         else:
-            yield BadRow(chunk.path, line, reason, json.dumps(fields))
+            yield BadRow(chunk.path, line, reason, "" if fields is None else json.dumps(fields))
 
 
 def _text_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
