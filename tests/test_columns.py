@@ -134,14 +134,29 @@ class TestRows:
     def test_a_column_that_a_row_lacks_is_named(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "a.jsonl", QUESTIONS)
         expected = (
-            "a.jsonl:1: data.columns takes prompt from 'qestion', but the keys of this row are question, answer, level"
+            "a.jsonl:1: data.columns takes prompt from 'qestion', but the keys are question, answer, level"
             "\n.*\n.*did you mean prompt=question"
         )
         with pytest.raises(BadRow, match=expected):
             list(read_rows(path, {"prompt": "qestion", "completion": "answer"}))
-        pq.write_table(pa.Table.from_pylist(QUESTIONS), tmp_path / "a.parquet")
-        with pytest.raises(BadRow, match="the keys of this row are question, answer, level"):
-            list(read_rows(tmp_path / "a.parquet", {"prompt": "qestion", "completion": "answer"}))
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv", "a"])
+    @pytest.mark.parametrize("row_format", ["auto", "prompt"])
+    def test_an_optional_column_that_no_row_has_is_named(self, tmp_path: Path, name: str, row_format: str) -> None:
+        path = tmp_path / name
+        if name == "a":
+            import datasets
+
+            datasets.Dataset.from_list(QUESTIONS).save_to_disk(path)
+        elif name == "a.parquet":
+            pq.write_table(pa.Table.from_pylist(QUESTIONS), path)
+        elif name == "a.csv":
+            path.write_text("question,answer,level\na,b,c\n")
+        else:
+            write_rows(path, QUESTIONS)
+        expected = f"{name}: data.columns takes system from 'levle', but the keys are question, answer, level\n.*level"
+        with pytest.raises(DataError, match=expected):
+            open_source(str(path), row_format, False, MAPPING | {"system": "levle"})
 
     def test_several_paths_have_their_own_mappings(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -39,9 +39,11 @@ from torchstone.data.encode import EncodedChunk, Encoder, EncodingConfig, RowCou
 from torchstone.data.formats import ROW_FORMATS, RowFormat, detect_format
 from torchstone.data.sources import (
     NO_COLUMNS,
+    OPTIONAL_COLUMNS,
     BadRow,
     Chunk,
     ReadPosition,
+    check_columns,
     content_files,
     count_rows,
     file_type,
@@ -187,6 +189,8 @@ def open_source(
     files = find_files(name, cache_dir, notes.append)
     if row_format == "lines" and (others := [path for path in files if file_type(path) != ".txt"]):
         raise UsageError(f"{others[0]}: data.format lines is for .txt files", "use --data.format auto")
+    if columns.keys() & OPTIONAL_COLUMNS:
+        _check_optional_columns(files[0], columns)
     if row_format in ROW_FORMATS:
         return DataSource(name, files, row_format, dict(columns), notes)
     rows_read, first_error = 0, None
@@ -205,6 +209,14 @@ def open_source(
     if first_error is not None:
         raise DataError(f"{name}: no row has a known format", f"the first error: {first_error}")
     raise DataError(f"{name}: the data is empty", "check data.path")
+
+
+def _check_optional_columns(path: Path, columns: Mapping[str, str]) -> None:
+    """Raises DataError if none of the first rows has an optional column; a row may leave it out. Tables know theirs."""
+    chunk = next(read_chunks([path], columns=columns), None)
+    if chunk is not None and chunk.kind == "lines":
+        keys = dict.fromkeys(key for row in parse_rows(chunk) if not isinstance(row, BadRow) for key in row.value)
+        check_columns(path, keys, columns)
 
 
 def open_cache(

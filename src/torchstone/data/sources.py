@@ -178,17 +178,18 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """All chunks of `files` from `start` on, in order. With `text_lines` every line of a text file is a row.
 
-    Of a parquet file only the columns of row formats and the values of `columns` are read.
+    Of a parquet file only the columns of row formats and the values of `columns` are read. Raises DataError if a table
+    does not have one of `columns`.
     """
     for index in range(start.file, len(files)):
         path = files[index]
         position = start if index == start.file else ReadPosition(index)
         if path.is_dir():
-            yield from _datasets_chunks(path, position)
+            yield from _datasets_chunks(path, position, columns)
         elif path.suffix == ".parquet":
             yield from _parquet_chunks(path, position, columns)
         elif file_type(path) in DELIMITERS:
-            yield from _csv_chunks(path, position)
+            yield from _csv_chunks(path, position, columns)
         elif file_type(path) == ".txt":
             yield from _line_chunks(path, position, "text_lines") if text_lines else _text_chunks(path, position)
         else:
@@ -211,16 +212,30 @@ def parse_rows(
 
 def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row | BadRow:
     value = row.value
-    for name, column in columns.items():
-        if column not in value and name not in OPTIONAL_COLUMNS:
-            similar = difflib.get_close_matches(column, value, n=1)
-            return row.error(
-                f"data.columns takes {name} from {column!r}, but the keys of this row are {', '.join(value) or 'none'}",
-                f"did you mean {name}={similar[0]}?" if similar else None,
-            )
+    missing = describe_missing({name: c for name, c in columns.items() if name not in OPTIONAL_COLUMNS}, value)
+    if missing is not None:
+        return row.error(*missing)
     others = {key: inner for key, inner in value.items() if key not in columns.values()}
     renamed = {name: value[column] for name, column in columns.items() if column in value}
     return replace(row, value=others | renamed)
+
+
+def describe_missing(columns: Mapping[str, str], keys: Collection[str]) -> tuple[str, str | None] | None:
+    """The message and hint for the first of `columns` that is not in `keys`; None if all are."""
+    for name, column in columns.items():
+        if column not in keys:
+            similar = difflib.get_close_matches(column, keys, n=1)
+            return (
+                f"data.columns takes {name} from {column!r}, but the keys are {', '.join(keys) or 'none'}",
+                f"did you mean {name}={similar[0]}?" if similar else None,
+            )
+    return None
+
+
+def check_columns(path: Path, keys: Collection[str], columns: Mapping[str, str]) -> None:
+    missing = describe_missing(columns, keys)
+    if missing is not None:
+        raise DataError(f"{path}: {missing[0]}", missing[1])
 
 
 def _parse_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
@@ -394,7 +409,7 @@ def _text_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
             raise _damaged_file(path, line - 1, error) from None
 
 
-def _csv_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+def _csv_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
     """Resuming reads the file again up to `start`."""
     _check_beginning(path)
     number, line, lines = 0, 0, list[str]()
@@ -408,7 +423,9 @@ def _csv_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
             # The name keeps the stream open until the last chunk is made.
             stream = _decompress(path, raw)
             records = read_records(stream, DELIMITERS[file_type(path)])
-            header = json.dumps(_csv_header(path, next(records, (1, "the file is empty: it needs a header"))[1]))
+            names = _csv_header(path, next(records, (1, "the file is empty: it needs a header"))[1])
+            check_columns(path, names, columns)
+            header = json.dumps(names)
             size = 0
             for number, (line, fields) in enumerate(records, start=1):
                 if number <= start.offset:
@@ -591,7 +608,8 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
     file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
-    # Without the columns that are needed, the error message still shows the names.
+    check_columns(path, file.schema_arrow.names, columns)
+    # If it has no known columns, the error message still shows the names.
     names = _columns_to_read(file.schema_arrow.names, columns) or None
     row = 0
     for group in range(file.num_row_groups):
@@ -626,7 +644,7 @@ def _datasets_split(path: Path) -> Path:
     raise UsageError(f"{path} has no split named train", f"use one of {', '.join(str(path / s) for s in splits)}")
 
 
-def _datasets_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
     try:
         import datasets
     except ImportError:
@@ -639,6 +657,7 @@ def _datasets_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     except Exception as error:
         # The library raises all kinds of errors for damaged files.
         raise DataError(f"{path}: not a readable datasets folder: {_one_line(error)}") from None
+    check_columns(path, table.column_names, columns)
     size = size_on_disk(path)
     for first in range(start.offset, len(table), CHUNK_ROWS):
         part = table[first : first + CHUNK_ROWS]
@@ -656,10 +675,8 @@ def _arrow_bytes(table: Any) -> bytes:
 
 
 def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """Those of the columns `names` that may be used; none if a column that is needed is missing."""
-    read = [name for name in names if name in COLUMNS or name in columns.values()]
-    is_complete = all(name in OPTIONAL_COLUMNS or column in read for name, column in columns.items())
-    return read if is_complete else []
+    """Those of the columns `names` that may be used."""
+    return [name for name in names if name in COLUMNS or name in columns.values()]
 
 
 def _arrow_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
