@@ -47,13 +47,6 @@ class TestConfig:
         assert config.data.columns == (MAPPING,)
         assert from_dict(to_dict(config)) == config
 
-    def test_every_entry_is_also_a_flag(self) -> None:
-        flags = [*MODEL.items(), ("data.columns.prompt", "question"), ("data.columns.completion", "answer")]
-        assert load_config(overrides=flags).data.columns == (MAPPING,)
-        for both in ([*flags, ("data.columns", "text=a")], [("data.columns", "text=a"), *flags]):
-            with pytest.raises(UsageError, match="are the same setting"):
-                load_config(overrides=both)
-
     @pytest.mark.parametrize(
         ("name", "text"),
         [
@@ -75,7 +68,10 @@ class TestConfig:
         [
             ("promt=question", "'promt'\n.*did you mean 'prompt'"),
             ("question", "must be a mapping, not 'question'\n.*prompt=question,completion=answer"),
-            ("{prompt: ", "is not YAML"),
+            ("{prompt: ", "--data.columns:1: not YAML"),
+            ("prompt=q,prompt=z", "'prompt=q,prompt=z' has two columns for one name"),
+            ("{prompt: q, prompt: z}", "--data.columns:1: duplicate key prompt"),
+            ("prompt=", "must be a mapping, not 'prompt='"),
             ([{"prompt": "a"}, {"prompt": "b"}], "not one mapping per path"),
             ([3], "must be a mapping, not 3"),
         ],
@@ -83,6 +79,11 @@ class TestConfig:
     def test_a_wrong_mapping_is_explained(self, value: Any, expected: str) -> None:
         with pytest.raises(UsageError, match=expected):
             load_config(overrides=MODEL | {"data.columns": value})
+
+    def test_a_part_of_a_mapping_does_not_replace_that_of_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("data:\n  columns: {prompt: question}\n")
+        with pytest.raises(UsageError, match=r"unknown key 'data.columns.completion'\n.*data.columns"):
+            load_config(tmp_path / "a.yaml", overrides=MODEL | {"data.columns.completion": "answer"})
 
 
 class TestRows:

@@ -33,7 +33,7 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml}
+    readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": read_yaml, ".yml": read_yaml, ".toml": _read_toml}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml")
@@ -73,7 +73,7 @@ def _check_unique(file: ConfigFile, path: Path) -> None:
     visit("", file.values)
 
 
-def _duplicate_key(path: Path, line: int, name: str) -> UsageError:
+def _duplicate_key(path: Path | str, line: int, name: str) -> UsageError:
     return UsageError(f"{path}:{line}: duplicate key {name}", "keep one of them")
 
 
@@ -150,7 +150,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(text: str, path: Path) -> ConfigFile:
+def read_yaml(text: str, path: Path | str) -> ConfigFile:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -167,7 +167,7 @@ def _read_yaml(text: str, path: Path) -> ConfigFile:
         raise UsageError(f"{path}: not YAML: {error}") from None
 
 
-def _count_yaml_nodes(node: yaml.Node, counts: dict[yaml.Node, int], path: Path) -> int:
+def _count_yaml_nodes(node: yaml.Node, counts: dict[yaml.Node, int], path: Path | str) -> int:
     """The number of nodes in `node`, with every alias counted as what it stands for. A count of 0 is unfinished."""
     line = node.start_mark.line + 1
     if node not in counts:
@@ -183,7 +183,7 @@ def _count_yaml_nodes(node: yaml.Node, counts: dict[yaml.Node, int], path: Path)
     return counts[node]
 
 
-def _yaml_lines(node: yaml.Node, prefix: tuple[str, ...], lines: dict[str, int], path: Path) -> None:
+def _yaml_lines(node: yaml.Node, prefix: tuple[str, ...], lines: dict[str, int], path: Path | str) -> None:
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _yaml_lines(item, (*prefix, str(index)), lines, path)

@@ -18,9 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
-
-from torchstone.config.files import read_config_file
+from torchstone.config.files import read_config_file, read_yaml
 from torchstone.config.other_names import NOT_HERE, OTHER_NAMES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
@@ -48,7 +46,7 @@ ALIASES = {
     "optim.lr": "optim.learning_rate",
     "max_steps": "training.max_steps",
 }
-# Keys whose value is a mapping, or a list of them. Each entry is also a key of its own: data.columns.prompt.
+# Keys whose value is a mapping, or a list of them.
 MAPPINGS = ("data.columns",)
 MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
@@ -290,7 +288,7 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
     if value is None and key in SECTION_HELP:
         # A section whose keys are all commented out.
         return []
-    if isinstance(value, Mapping) and (value or key in SECTION_HELP):
+    if isinstance(value, Mapping) and key not in MAPPINGS and (value or key in SECTION_HELP):
         return [pair for sub_key, inner in value.items() for pair in _flatten(f"{key}.{sub_key}", inner)]
     return [(key, value)]
 
@@ -301,12 +299,6 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
     for name, value, origin in values:
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
-        parent, _, entry = key.rpartition(".")
-        if parent in MAPPINGS:
-            # One entry of a mapping. Its setting has a name of its own, so that it cannot replace a whole mapping.
-            before = settings[parent].value if parent in settings else {}
-            key, name = parent, f"{parent}.NAME"
-            value = before | {entry: value} if isinstance(before, dict) else before
         if key not in field_types():
             raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
         if key in settings and settings[key].name != name:
@@ -427,15 +419,14 @@ def _read_mappings(text: str, key: str) -> list[Any]:
     if text.lower() in NULL_WORDS:
         return []
     if text.strip().startswith(("{", "[")):
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UsageError(f"{key} is not YAML: {text}", f"write it as --{key} {MAPPING_EXAMPLE}") from None
+        value = read_yaml(text, f"--{key}").values
         return value if isinstance(value, list) else [value]
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not all(equals for _, equals, _ in pairs):
+    pairs = [[word.strip() for word in part.partition("=")[::2]] for part in text.split(",") if part.strip()]
+    if not all(name and value for name, value in pairs):
         raise UsageError(f"{key} must be a mapping, not {text!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
-    return [{name.strip(): value.strip() for name, _, value in pairs}] if pairs else []
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise UsageError(f"{key} {text!r} has two columns for one name", "keep one of them")
+    return [dict(pairs)] if pairs else []
 
 
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
