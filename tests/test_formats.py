@@ -206,6 +206,22 @@ class TestFormats:
             with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
                 build_cache([row(value)], chatml, tmp_path / f"bad-{number}")
 
+    def test_a_template_that_concatenates_arguments_gets_their_text(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        source = (
+            "{% for m in messages %}{% if m.content %}{{ m.content }};{% endif %}{% for c in m.tool_calls or [] %}"
+            "{{ c.function.name + ' ' + c.function.arguments }};{% endfor %}{% endfor %}"
+        )
+        (tmp_path / "t.jinja").write_text(source)
+        chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        call = {"function": {"name": "f", "arguments": '{"x":  1.10}'}}
+        turns = [TURNS[1], {"role": "assistant", "tool_calls": [call]}, *TURNS[3:]]
+        assert marked_text(build_cache([{"messages": turns}], chosen, tmp_path), chosen) == (
+            'Hello.;⟦f {"x":  1.10};⟧And now?;⟦Bye;⟧'
+        )
+        call["function"]["arguments"] = {"x": 1}  # type: ignore[assignment]
+        with pytest.raises(DataError, match=r'refuses this conversation: can only concatenate str \(not "dict"\)'):
+            build_cache([{"messages": turns}], chosen, tmp_path / "b")
+
     def test_chatml_renders_reasoning(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
         turns = [TURNS[1], TURNS[2] | {"reasoning_content": "Greet."}, TURNS[3], TURNS[4]]

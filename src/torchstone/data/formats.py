@@ -62,6 +62,14 @@ class PromptCompletion:
     unmask: bool = False
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call, and the JSON text that they were parsed from."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
+
+
 @dataclass(frozen=True)
 class Conversation:
     """`unmask` trains on everything but the system message. Messages before `train_from` are not trained on."""
@@ -311,7 +319,7 @@ def _parse_calls(row: Row, index: int, message: Message) -> Message:
         arguments = _parse_json(row, name, function["arguments"] or "{}")
         if not isinstance(arguments, dict):
             raise row.error(f"{name} are not an object")
-        return {**function, "arguments": arguments}
+        return {**function, "arguments": Arguments(arguments, function["arguments"])}
 
     def parse_call(call: Any) -> Any:
         call = parse_arguments(call)
@@ -331,6 +339,15 @@ def _parse_json(row: Row, name: str, text: str) -> Any:
         return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise row.error(f"{name} is a string that is not JSON: {error}") from None
+
+
+def with_argument_texts(value: Any) -> Any:
+    """Messages with the JSON text of arguments, where they were parsed from one."""
+    if isinstance(value, Arguments):
+        return value.text
+    if isinstance(value, dict):
+        return {key: with_argument_texts(inner) for key, inner in value.items()}
+    return [with_argument_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_tools(row: Row) -> list[Any] | None:

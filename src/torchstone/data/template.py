@@ -24,7 +24,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchstone.data.formats import Message
+from torchstone.data.formats import Message, with_argument_texts
 from torchstone.data.render_limits import RenderLimits
 from torchstone.errors import DataError, UsageError
 
@@ -152,6 +152,19 @@ class ChatTemplate:
         return next((at for at, (a, b) in enumerate(zip(text, changed, strict=False)) if a != b), len(text))
 
     def _render(self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+        """Most templates want the arguments of a call as an object, but some concatenate them as a string."""
+        try:
+            return self._render_once(messages, tools, add_generation_prompt)
+        except DataError as error:
+            with_texts = with_argument_texts(list(messages))
+            if with_texts == messages:
+                raise
+            try:
+                return self._render_once(with_texts, tools, add_generation_prompt)
+            except DataError:
+                raise error from None
+
+    def _render_once(self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         try:
             text = self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, tools=tools, documents=None,
