@@ -202,6 +202,9 @@ class TestFormats:
         assert texts[0] == texts[1]
         assert '"arguments": {}}' in texts[2]
         assert texts[2] == texts[3]
+        call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": [1, "y"]}'}}
+        cache = build_cache([{"messages": [TURNS[1], call]}], chatml, tmp_path / "old")
+        assert marked_text(cache, chatml) == texts[0]
         for number, (value, reason) in enumerate([("{x", "is a string that is not JSON"), ("[1]", "not an object")]):
             with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
                 build_cache([row(value)], chatml, tmp_path / f"bad-{number}")
@@ -222,9 +225,10 @@ class TestFormats:
         with pytest.raises(DataError, match=r'refuses this conversation: can only concatenate str \(not "dict"\)'):
             build_cache([{"messages": turns}], chosen, tmp_path / "b")
 
-    def test_chatml_renders_reasoning(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+    def test_chatml_renders_reasoning(self, tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
-        turns = [TURNS[1], TURNS[2] | {"reasoning_content": "Greet."}, TURNS[3], TURNS[4]]
+        turns = [TURNS[1], TURNS[2] | {name: "Greet."}, TURNS[3], TURNS[4]]
         assert marked_text(build_cache([{"messages": turns}], chatml, tmp_path), chatml) == (
             "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n⟦<think>\nGreet.\n</think>\n\nHi<|im_end|>\n⟧"
             "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n⟦Bye<|im_end|>\n⟧"

@@ -290,7 +290,13 @@ def _read_message(row: Row, index: int, message: Any) -> Message:
     if isinstance(content, list):
         content = _join_parts(row, index, content)
         message = {**message, "content": content}
-    if message.get("tool_calls") or message.get("function_call"):
+    # Other names stay: some templates know only these.
+    if reasoning := message.get("reasoning") or message.get("thinking"):
+        message = {**message, "reasoning_content": message.get("reasoning_content") or reasoning}
+    if call := message.get("function_call"):
+        calls = [{"type": "function", "function": call}]
+        message = {**message, "tool_calls": message.get("tool_calls") or calls}
+    if message.get("tool_calls"):
         message = _parse_calls(row, index, message)
         if content is None:
             # A template would write null as the word None.
@@ -325,10 +331,10 @@ def _parse_calls(row: Row, index: int, message: Message) -> Message:
         call = parse_arguments(call)
         return {**call, "function": parse_arguments(call["function"])} if "function" in call else call
 
-    calls = message.get("tool_calls") or []
+    calls = message["tool_calls"]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise row.error(f"message {index}: tool_calls is not a list of objects")
-    parsed = {"tool_calls": [parse_call(call) for call in calls]} if calls else {}
+    parsed = {"tool_calls": [parse_call(call) for call in calls]}
     if message.get("function_call"):
         parsed["function_call"] = parse_arguments(message["function_call"])
     return {**message, **parsed}
