@@ -133,14 +133,19 @@ class TestFormats:
 
     def test_what_a_template_drops_is_an_error(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
-        source = "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }};{% endif %}{% endfor %}"
+        source = (
+            "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"
+        )
         (tmp_path / "t.jinja").write_text(source)
         chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
         rows = {
             "tool calls": {"messages": [TURNS[1], call]},
             "tools": {"messages": TURNS, "tools": [{"function": {"name": "now"}}]},
             "reasoning": {"messages": [TURNS[1], TURNS[2] | {"reasoning_content": "Hm."}]},
-            "developer messages": {"messages": [{"role": "developer", "content": "x"}, *TURNS[1:3]]},
+            **{
+                f"{role} messages": {"messages": [TURNS[1], {"role": role, "content": "x"}, TURNS[2]]}
+                for role in ("developer", "tool", "critic")
+            },
         }
         for name, row in rows.items():
             with pytest.raises(DataError, match=f"the chat template drops the {name} of this row"):
@@ -150,24 +155,13 @@ class TestFormats:
             "<|user|>Hello.<|end|><|assistant|>⟦Hi<|end|>⟧"
         )
 
-    def test_a_role_is_known_or_named_by_the_template_or_by_train_on(
-        self, tokenizer: Tokenizer, tmp_path: Path
-    ) -> None:
+    def test_any_role_is_allowed_that_the_template_renders(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         """The template of the demo writes any name."""
         row = {"messages": [{"role": "critic", "content": "Bad."}, TURNS[2]]}
-        with pytest.raises(
-            DataError, match=r"message 0 has the unknown role 'critic'\n(.*\n)*.*known roles are system,"
-        ):
-            build_cache([row], tokenizer, tmp_path / "a")
-        text = "<|critic|>Bad.<|end|><|assistant|>Hi<|end|>"
+        text = "<|critic|>Bad.<|end|><|assistant|>⟦Hi<|end|>⟧"
+        assert marked_text(build_cache([row], tokenizer, tmp_path / "a"), tokenizer) == text
         trained = build_cache([row], tokenizer, tmp_path / "b", "critic,assistant")
-        assert marked_text(trained, tokenizer) == text.replace("Bad.<|end|>", "⟦Bad.<|end|>⟧").replace(
-            "Hi<|end|>", "⟦Hi<|end|>⟧"
-        )
-        source = "{% if messages[0].role == 'critic' %}" + tokenizer.hf.chat_template + "{% endif %}"
-        (tmp_path / "t.jinja").write_text(source)
-        named = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
-        assert named.hf.decode(build_cache([row], named, tmp_path / "c", "last").ids) == text
+        assert marked_text(trained, tokenizer) == text.replace("Bad.<|end|>", "⟦Bad.<|end|>⟧")
 
     def test_chatml_renders_tools_and_calls(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
@@ -270,7 +264,7 @@ class TestFormats:
             ({"messages": TURNS, "system": 3}, "system is not a string"),
             ({"messages": [{"role": "gpt", "content": "a"}]}, "has the role 'gpt'.*\n.*\n.*'assistant'"),
             ({"messages": [TURNS[1], {"role": "assistant", "content": " "}]}, "message 1 \\(assistant\\) is empty"),
-            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, r"the unknown role 'u\\ud800'"),
+            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, "lone surrogate at character 3"),
             ({"messages": TURNS, "tools": "[" * 100_000}, "tools is a string that is not JSON: maximum recursion"),
             ({"messages": [TURNS[1], TURNS[2] | {"tool_calls": "f()"}]}, "message 1: tool_calls is not a list of"),
             ({"conversations": [{"from": "function_call", "value": "{}"}]}, "turn 0 is a call without name and"),

@@ -17,7 +17,6 @@ import numpy as np
 
 from torchstone.data.formats import (
     IGNORE_INDEX,
-    ROLES,
     TEXT_FORMATS,
     Conversation,
     Message,
@@ -276,7 +275,6 @@ class Encoder:
         value = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
         if isinstance(value, PromptCompletion):
             return value
-        self._check_roles(row, value)
         try:
             rendered = self._render(row, value)
             check_encodable(row, rendered.text)
@@ -296,16 +294,6 @@ class Encoder:
             return self.template.render_train_on_all(messages, tools, conversation.unmask, masked)
         trained = select_train_messages(row, conversation, self.config.train_on)
         return self.template.render_conversation(messages, trained, tools)
-
-    def _check_roles(self, row: Row, conversation: Conversation) -> None:
-        """Raises for a role that nothing says is one: a template may drop it, or write whatever name it is given."""
-        for index, message in enumerate(conversation.messages):
-            role = message["role"]
-            if role not in ROLES and role not in self.template.quoted_words and role not in self._train_on_roles:
-                raise row.error(
-                    f"message {index} has the unknown role {role!r}",
-                    f"known roles are {', '.join(ROLES)}, and those that the chat template or data.train_on names",
-                )
 
     def _check_complete(self, row: Row, conversation: Conversation, text: str) -> None:
         """Raises if the template drops a part of the conversation: then the text is the same without it."""
@@ -437,10 +425,6 @@ class Encoder:
                 "set a file or a built-in template, such as --data.chat_template chatml",
             )
         return ChatTemplate(self.config.template, self.config.special_tokens)
-
-    @cached_property
-    def _train_on_roles(self) -> set[str]:
-        return {role.strip() for role in self.config.train_on.split(",")}
 
     @cached_property
     def _special_affixes(self) -> tuple[list[int], list[int]]:

@@ -10,11 +10,9 @@ shorter one. Where it does not, the mask would be a guess, and the row is refuse
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +79,6 @@ class ChatTemplate:
             self._template = self.limits.run(lambda: environment.from_string(source))
         except Exception as error:
             raise UsageError(f"the chat template is invalid: {error}") from None
-
-    @cached_property
-    def quoted_words(self) -> frozenset[str]:
-        """The string literals of the template; a role that it treats in a way of its own is one of them."""
-        return frozenset(re.findall(r"""['"]([^'"\s]+)['"]""", self.source))
 
     def render_text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         return self.limits.run(lambda: self._render(messages, tools))
