@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -200,6 +201,8 @@ class TestDataFiles:
              ["en/c4-train.00000.json.gz", "en/c4-train.00001.json.gz"]),
             (["x-0123456789abcdef.jsonl", "x-fedcba9876543210.jsonl", "x-test.jsonl"],
              ["x-0123456789abcdef.jsonl", "x-fedcba9876543210.jsonl"]),
+            (["data/[en] train.jsonl"], ["data/[en] train.jsonl"]),
+            (["[en]/000.jsonl", "[en]/001.jsonl"], ["[en]/000.jsonl", "[en]/001.jsonl"]),
         ],
     )  # fmt: skip
     def test_the_default_is_the_training_split(self, server: HubServer, files: list[str], expected: list[str]) -> None:
@@ -231,18 +234,26 @@ class TestDataFiles:
             ("a/*.jsonl", ["a/x.jsonl", "a/y.jsonl"]),
             ("*.jsonl", ["top.jsonl"]),
             ("a", ["a/b/z.jsonl", "a/x.jsonl", "a/y.jsonl"]),
+            ("t/train[1].jsonl", ["t/train[1].jsonl"]),
+            ("t/train[12].jsonl", ["t/train1.jsonl"]),
         ],
     )
     def test_a_path_is_a_file_a_folder_or_a_glob(self, server: HubServer, path: str, expected: list[str]) -> None:
         files = ["a/x.jsonl", "a/y.jsonl", "a/b/z.jsonl", "a/picture.png", "top.jsonl"]
+        files += ["t/train1.jsonl", "t/train[1].jsonl"]
         server.commit(DATA, {name: name.encode() for name in files})
         assert self.download(f"hub:org/rows/{path}") == expected
         assert server.downloads() == expected
 
-    def test_a_path_that_matches_nothing_shows_what_there_is(self, server: HubServer) -> None:
-        server.commit(DATA, {"a/x.jsonl": b"", "README.md": b""})
-        with pytest.raises(UsageError, match=r"has no such file\n  for example hub:org/rows/a/x\.jsonl"):
-            find_files("hub:org/rows/b/*.jsonl")
+    def test_a_path_that_matches_nothing_shows_what_there_is(
+        self, server: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+        sha = server.commit(DATA, {"a/x.jsonl": b"", "README.md": b""})
+        for name in ("hub:org/rows/b/*.jsonl", f"hub:org/rows@{sha}/b"):
+            with pytest.raises(UsageError, match=r"has no such file\n  for example hub:org/rows.*/a/x\.jsonl"):
+                find_files(name)
+        assert not caplog.messages
 
 
 class TestErrors:

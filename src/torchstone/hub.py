@@ -119,29 +119,30 @@ def download_model(
 def download_data(name: HubName, suffixes: Sequence[str], console: Console | None = None) -> Snapshot:
     """Downloads the files that a name selects, by default its training split; only those that end in `suffixes`."""
     console = console or Console()
-    commit = name.revision
-    if not name.is_pinned or not name.path:
+    commit, files = name.revision, _cached_files(name) if name.is_pinned else None
+    if files is None:
         name, commit, files = _look_up(name, console)
-        if not name.path and files is None:
+    if not name.path:
+        if files is None:
             raise UsageError(f"{name}: the cache does not say which files it has", f"name them: {name}/PATH")
-        name = name if name.path else replace(name, path=_training_files(name, files or (), suffixes))
-    if glob.has_magic(name.path):
+        name = replace(name, path=_training_files(name, files, suffixes))
+    patterns, ignore = [glob.escape(name.path)], list[str]()
+    if glob.has_magic(name.path) and name.path not in (files or ()):
         # In the patterns of huggingface_hub a star also matches slashes; in ours it does not.
-        ignore = ["*/" * (name.path.count("/") + 1) + "*"]
-        snapshot = _fetch(name, console, "the files", [name.path], ignore, commit)
+        patterns, ignore = [name.path], ["*/" * (name.path.count("/") + 1) + "*"]
     else:
-        patterns = [name.path, *(f"{name.path}/*{suffix}" for suffix in suffixes)]
-        snapshot = _fetch(name, console, "the files", patterns, (), commit)
-    if not glob.glob(data_path(snapshot)):
-        patterns = _split_patterns(_cached_files(snapshot.name) or (), suffixes)
-        raise UsageError(f"{name}: the dataset has no such file", _choices(name, patterns))
-    return snapshot
+        patterns += [f"{glob.escape(name.path)}/*{suffix}" for suffix in suffixes]
+    select = _huggingface_hub().utils.filter_repo_objects
+    if files is not None and not any(select(files, allow_patterns=patterns, ignore_patterns=ignore)):
+        raise UsageError(f"{name}: the dataset has no such file", _choices(name, _split_patterns(files, suffixes)))
+    return _fetch(name, console, "the files", patterns, ignore, commit)
 
 
 def data_path(snapshot: Snapshot) -> str:
     """The downloaded files as a path: a file, a folder or a glob."""
-    path = snapshot.name.path
-    return f"{glob.escape(str(snapshot.folder))}/{path}" if glob.has_magic(path) else str(snapshot.folder / path)
+    path = snapshot.folder / snapshot.name.path
+    is_glob = glob.has_magic(snapshot.name.path) and not path.exists()
+    return f"{glob.escape(str(snapshot.folder))}/{snapshot.name.path}" if is_glob else str(path)
 
 
 def current_commit(name: HubName) -> str | None:
@@ -324,8 +325,8 @@ def _split_patterns(files: Sequence[str], suffixes: Sequence[str]) -> list[str]:
         folder, slash, base = file.rpartition("/")
         is_hidden = any(part.startswith(".") for part in file.split("/"))
         if not is_hidden and base.endswith(tuple(suffixes)) and base not in DATASET_METADATA:
-            base = SHARD_NUMBER.sub(lambda match: "?" * len(match[0]), base)
-            groups.setdefault(folder + slash + base, []).append(file)
+            pattern = SHARD_NUMBER.sub(lambda match: "?" * len(match[0]), glob.escape(base))
+            groups.setdefault(glob.escape(folder + slash) + pattern, []).append(file)
     return [pattern if len(members) > 1 else members[0] for pattern, members in groups.items()]
 
 
