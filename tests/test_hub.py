@@ -196,7 +196,7 @@ class TestDataFiles:
                 SHARDS,
             ),
             (["train.jsonl", "test.jsonl", "dev.jsonl"], ["train.jsonl"]),
-            (["alpaca.json", "eval/questions.jsonl"], ["alpaca.json"]),
+            (["alpaca.json", "eval/questions.jsonl", "state.json", "dataset_dict.json"], ["alpaca.json"]),
             (["en/c4-train.00000.json.gz", "en/c4-train.00001.json.gz", "en/c4-validation.00000.json.gz"],
              ["en/c4-train.00000.json.gz", "en/c4-train.00001.json.gz"]),
             (["x-0123456789abcdef.jsonl", "x-fedcba9876543210.jsonl", "x-test.jsonl"],
@@ -236,11 +236,12 @@ class TestDataFiles:
             ("a", ["a/b/z.jsonl", "a/x.jsonl", "a/y.jsonl"]),
             ("t/train[1].jsonl", ["t/train[1].jsonl"]),
             ("t/train[12].jsonl", ["t/train1.jsonl"]),
+            ("texts", ["texts/a.txt", "texts/b.txt"]),
         ],
     )
     def test_a_path_is_a_file_a_folder_or_a_glob(self, server: HubServer, path: str, expected: list[str]) -> None:
         files = ["a/x.jsonl", "a/y.jsonl", "a/b/z.jsonl", "a/picture.png", "top.jsonl"]
-        files += ["t/train1.jsonl", "t/train[1].jsonl"]
+        files += ["t/train1.jsonl", "t/train[1].jsonl", "texts/a.txt", "texts/b.txt"]
         server.commit(DATA, {name: name.encode() for name in files})
         assert self.download(f"hub:org/rows/{path}") == expected
         assert server.downloads() == expected
@@ -275,8 +276,13 @@ class TestErrors:
 
     def test_an_unknown_revision(self, server: HubServer) -> None:
         server.commit(MODEL, SMALL_MODEL)
-        with pytest.raises(UsageError, match=r"org/llama@v9: there is no revision v9\n  .*/org/llama/tree/main"):
+        with pytest.raises(UsageError, match=r"org/llama@v9: there is no revision v9\n  .*/org/llama/tree/main.*tags$"):
             model("org/llama@v9")
+        server.commit(DATA, {"x/a.jsonl": b""})
+        with pytest.raises(
+            UsageError, match=r"there is no revision feature\n.*with a slash in its name, use the commit"
+        ):
+            find_files("hub:org/rows@feature/x/a.jsonl")
 
     def test_a_misspelled_folder_lists_its_neighbors(
         self, server: HubServer, torchstone: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

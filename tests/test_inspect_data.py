@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -384,3 +385,13 @@ class TestPage:
         assert (code, out) == (0, text)
         assert err.endswith(f"wrote {page}\n")
         assert page.read_text().startswith("<!doctype html>")
+
+    def test_a_file_name_need_not_be_utf_8(
+        self, tokenizer_dir: Path, chat_file: Path, tmp_path: Path, torchstone: Callable[..., tuple[int, str, str]]
+    ) -> None:
+        path = tmp_path / os.fsdecode(b"a\xff.jsonl")
+        path.write_bytes(chat_file.read_bytes())
+        args = ("--model.tokenizer", tokenizer_dir, "--data.path", path, "--data.cache_dir", tmp_path / "cache")
+        code, _, err = torchstone("inspect-data", *args, "--html", tmp_path / "page.html", "--observe.console", "quiet")
+        assert code == 0, err
+        assert r"a\udcff.jsonl:1" in (tmp_path / "page.html").read_text()

@@ -48,6 +48,7 @@ def test_controls_are_escaped_and_other_text_is_not() -> None:
 
 def test_a_newline_in_a_name_cannot_fake_a_line() -> None:
     assert escape_message("error: a\nStep [9/9]\n  hint\n") == "error: a\n  Step [9/9]\n  hint\n"
+    assert escape_message("a\n [12:00] x\n\ty\n\nz") == "a\n   [12:00] x\n  \ty\n\n  z"
 
 
 def test_the_console_escapes_what_it_prints_and_logs() -> None:

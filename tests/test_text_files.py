@@ -76,6 +76,10 @@ class TestTables:
             rest = [each._replace(bytes_done=0) for each in read_chunks([path], chunk.end)]
             assert rest == [each._replace(bytes_done=0) for each in chunks[number + 1 :]]
 
+    def test_only_the_first_line_has_a_byte_order_mark(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text("\ufefftext\n\ufeffa\n")
+        assert [row.value for row in read_rows(tmp_path / "a.csv")] == [{"text": "\ufeffa"}]
+
     def test_a_field_may_be_a_whole_book(self, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text(f'text\n"{"word, " * 50_000}"\n')
         assert [len(row.value["text"]) for row in read_rows(tmp_path / "a.csv")] == [300_000]

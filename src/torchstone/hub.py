@@ -35,7 +35,7 @@ MODEL_FILES = (
 SUBFOLDERS, CODE = "*/*", "*.py"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors")
-DATASET_METADATA = ("dataset_info.json", "dataset_infos.json")
+DATASET_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 TRAIN_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 # What differs between the shards of a split: a hash, 00001-of-00002, or a number with leading zeros. Other numbers are
 # sizes, years or versions: different data.
@@ -131,7 +131,8 @@ def download_data(name: HubName, suffixes: Sequence[str], console: Console | Non
         # In the patterns of huggingface_hub a star also matches slashes; in ours it does not.
         patterns, ignore = [name.path], ["*/" * (name.path.count("/") + 1) + "*"]
     else:
-        patterns += [f"{glob.escape(name.path)}/*{suffix}" for suffix in suffixes]
+        # Texts are often licenses, but not in a folder that is named.
+        patterns += [f"{glob.escape(name.path)}/*{suffix}" for suffix in (*suffixes, ".txt", ".txt.gz", ".txt.zst")]
     select = _huggingface_hub().utils.filter_repo_objects
     if files is not None and not any(select(files, allow_patterns=patterns, ignore_patterns=ignore)):
         raise UsageError(f"{name}: the dataset has no such file", _choices(name, _split_patterns(files, suffixes)))
@@ -358,7 +359,10 @@ def _explain(name: HubName, error: Exception) -> Exception:
             f"{name}: the hub gives access only on request (gated)", f"ask for it on {url}, then {LOG_IN}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return UsageError(f"{name}: there is no revision {name.revision}", f"{url}/tree/main lists branches and tags")
+        slash = "; for a branch with a slash in its name, use the commit" if name.repo_type == "dataset" else ""
+        return UsageError(
+            f"{name}: there is no revision {name.revision}", f"{url}/tree/main lists branches and tags{slash}"
+        )
     if isinstance(error, errors.RepositoryNotFoundError) or "401 Unauthorized" in str(error):
         # Without a token, the hub does not tell a private repository from one that does not exist.
         return UsageError(

@@ -37,8 +37,9 @@ MAX_GROUP = 32
 CONTEXT_TOKENS = 8
 BAR_WIDTH = 30
 TRAINED_STYLE, CONTEXT_STYLE = "1;32", "2"
-# Control and format characters, except those that join emoji, and the marks of the console itself.
-UNSAFE = regex.compile(r"[[\p{Cc}\p{Cf}\p{Zl}\p{Zp}⟦⟧]--[\u200c\u200d]]", regex.VERSION1)
+# Control and format characters, except those that join emoji, bytes of file names that are not UTF-8 (lone surrogates),
+# and the marks of the console itself.
+UNSAFE = regex.compile(r"[[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}⟦⟧]--[\u200c\u200d]]", regex.VERSION1)
 
 
 def inspect_sources(

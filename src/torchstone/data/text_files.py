@@ -64,7 +64,9 @@ def read_records(stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, list[
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[str]:
+    bom = "\ufeff"
     while line := stream.readline(MAX_FIELD + 1):
         if len(line) > MAX_FIELD:
             raise ValueError(f"a line has more than {MAX_FIELD} bytes")
-        yield line.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
+        yield line.decode("utf-8", "surrogateescape").removeprefix(bom)
+        bom = ""
