@@ -486,6 +486,27 @@ class TestRuns:
         with pytest.raises(CheckpointError, match=rf"model.path org/llama@{model_sha} is now org/llama@"):
             api.train(overrides=hub_run | {"model.path": f"org/llama@{server.sha(MODEL, 'main')}"})
 
+    def test_a_resumed_run_keeps_several_commits_of_one_dataset(
+        self, server: HubServer, hub_run: dict[str, Any], tmp_path: Path
+    ) -> None:
+        files = server.repos[DATA]["main"]
+        server.commit(DATA, files | {"README.md": b"1"}, branch="v1")
+        server.commit(DATA, files | {"README.md": b"2"}, branch="v2")
+        commits = [server.sha(DATA, branch) for branch in ("v1", "v2")]
+        overrides = hub_run | {"training.max_steps": 1, "data.path": "hub:org/rows@v1/train.jsonl"}
+        overrides["data.validation_path"] = "hub:org/rows@v2/test.jsonl"
+        api.train(overrides=overrides)
+        server.commit(DATA, files | {"README.md": b"3"}, branch="v1")
+        server.commit(DATA, files | {"README.md": b"4"}, branch="v2")
+        assert api.train(overrides=overrides | {"training.max_steps": 2}).step == 2
+        data = json.loads((tmp_path / "run" / "config.json").read_text())["data"]
+        assert data["path"] + data["validation_path"] == [
+            f"hub:org/rows@{commits[0]}/train.jsonl",
+            f"hub:org/rows@{commits[1]}/test.jsonl",
+        ]
+        with pytest.raises(UsageError, match=r"hub:org/rows: the checkpoint has several commits(.*\n).*@COMMIT"):
+            api.train(overrides=overrides | {"training.max_steps": 3, "data.path": "hub:org/rows"})
+
     def test_commands_take_names_on_the_hub(
         self, server: HubServer, torchstone: Command, llama_dir: Path, tmp_path: Path
     ) -> None:
