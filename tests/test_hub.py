@@ -464,12 +464,17 @@ class TestRuns:
         server.commit(MODEL, folder_files(new_model))
         server.commit(DATA, {"train.jsonl": rows(corpus_rows(30))})
         (tmp_path / "run" / "config.json").unlink()
+        # It needs no weights but those of its checkpoint.
+        weights = next((tmp_path / "hf").rglob("model.safetensors"))
+        weights.resolve().unlink()
+        weights.unlink()
+        server.requests.clear()
         capsys.readouterr()
-        resumed = api.train(overrides=hub_run | {"training.max_steps": 4})
+        resumed = api.train(overrides=hub_run | {"training.max_steps": 4, "observe.console": "lines"})
         err = capsys.readouterr().err
-        moved = f"org/llama is at commit {server.sha(MODEL, 'main')} on the hub"
-        assert f"{moved}; the run continues with {model_sha}, with which it started" in err
-        assert f"the run continues with {data_sha}" in err
+        assert f"org/llama: the run continues with commit {model_sha}, with which it started" in err
+        assert f"the run continues with commit {data_sha}" in err
+        assert server.requests == []
         assert resumed.step == 4
 
         # The same as an uninterrupted run with the same files on disk.

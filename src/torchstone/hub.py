@@ -146,17 +146,6 @@ def data_path(snapshot: Snapshot) -> str:
     return f"{glob.escape(str(snapshot.folder))}/{snapshot.name.path}" if is_glob else str(path)
 
 
-def current_commit(name: HubName) -> str | None:
-    """The commit that a branch or tag has on the hub now; None if the hub does not say."""
-    try:
-        return str(_repo_info(name).sha)
-    except TorchstoneError:
-        raise
-    except Exception:
-        # Many kinds of errors. It is only asked for a message.
-        return None
-
-
 def _is_repo_id(repo: str) -> bool:
     hub = _huggingface_hub()
     try:
@@ -176,20 +165,15 @@ def _huggingface_hub() -> ModuleType:
     return huggingface_hub
 
 
-def _repo_info(name: HubName) -> Any:
-    """Raises all kinds of errors, and TorchstoneError after a signal."""
-    options = {"repo_type": name.repo_type, "revision": name.revision, "timeout": ANSWER_SECONDS}
-    return _huggingface_hub().HfApi().repo_info(name.repo, **options)
-
-
 def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str] | None]:
     """Returns the name, its commit and the names of its files, downloaded or not. If the hub cannot be reached, takes
     them from the cache and warns; the name is then pinned, so that later calls send no request."""
-    constants = _huggingface_hub().constants
-    if not constants.HF_HUB_OFFLINE:
-        console.info(f"asking {constants.ENDPOINT} for {name}")
+    hub = _huggingface_hub()
+    if not hub.constants.HF_HUB_OFFLINE:
+        console.info(f"asking {hub.constants.ENDPOINT} for {name}")
     try:
-        info = _repo_info(name)
+        options = {"repo_type": name.repo_type, "revision": name.revision, "timeout": ANSWER_SECONDS}
+        info = hub.HfApi().repo_info(name.repo, **options)
         return name, info.sha, [file.rfilename for file in info.siblings or ()]
     except TorchstoneError:
         raise
