@@ -195,7 +195,7 @@ def open_source(
         return DataSource(name, files, row_format, dict(columns), notes)
     rows_read, first_error = 0, None
     for chunk in read_chunks(files, columns=columns):
-        for row in parse_rows(chunk, columns, used=()):
+        for row in parse_rows(chunk, columns):
             rows_read += 1
             try:
                 if isinstance(row, BadRow):

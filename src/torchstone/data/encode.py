@@ -29,7 +29,6 @@ from torchstone.data.formats import (
     read_text,
     read_tokens,
     select_train_messages,
-    used_keys,
 )
 from torchstone.data.sources import BadRow, Chunk, Row, parse_rows, read_row
 from torchstone.data.template import ChatTemplate, NotPrefixStableError, RenderedConversation
@@ -160,7 +159,7 @@ class Encoder:
         self.counts = RowCounts()
         rows: list[Row] = []
         bad_rows: list[BadRow] = []
-        for row in parse_rows(chunk, self.config.columns, used_keys(self.config.row_format)):
+        for row in parse_rows(chunk, self.config.columns):
             if isinstance(row, BadRow):
                 bad_rows.append(row)
             else:

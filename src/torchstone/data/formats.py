@@ -33,14 +33,6 @@ FORMAT_KEYS: dict[RowFormat, tuple[str, ...]] = {
     # Every line of a text file; detection never gets here.
     "lines": ("text",),
 }
-CONVERSATION_KEYS = ("system", "tools", "unmask")
-OPTIONAL_KEYS: dict[RowFormat, tuple[str, ...]] = {
-    "tokens": ("labels", "len"),
-    "messages": CONVERSATION_KEYS,
-    "sharegpt": CONVERSATION_KEYS,
-    "prompt": CONVERSATION_KEYS,
-    "alpaca": (*CONVERSATION_KEYS, "input", "history"),
-}
 TEXT_FORMATS: tuple[RowFormat, ...] = ("text", "document", "lines")
 CHAT_FORMATS: tuple[RowFormat, ...] = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -122,11 +114,6 @@ def suggest_columns(value: dict[str, Any]) -> str:
         )
     name = find(TEXT_NAMES, str) or (strings[0] if len(strings) == 1 else "NAME")
     return f"use --data.columns text={name}" + (" with the name of the column to train on" if name == "NAME" else "")
-
-
-def used_keys(row_format: RowFormat) -> tuple[str, ...]:
-    """The keys of a row that its format reads."""
-    return (*FORMAT_KEYS[row_format], *OPTIONAL_KEYS.get(row_format, ()))
 
 
 def read_text(row: Row, row_format: RowFormat) -> str:

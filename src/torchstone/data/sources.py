@@ -196,15 +196,12 @@ def read_chunks(
             yield from (_array_chunks if _is_array(path) else _line_chunks)(path, position)
 
 
-def parse_rows(
-    chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS, used: Collection[str] = COLUMNS
-) -> Iterator[Row | BadRow]:
+def parse_rows(chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row | BadRow]:
     """The rows of a chunk, and a BadRow for each bad one. Blank lines are not rows.
 
-    `columns` has our name for a column of the data: {"prompt": "question"}. `used` are our names of the columns that
-    will be used: in a table, a row with an unreadable value in another one is not bad.
+    `columns` has our name for a column of the data: {"prompt": "question"}.
     """
-    rows = _parse_rows(chunk, columns, used)
+    rows = _parse_rows(chunk, columns)
     if not columns:
         return rows
     return (row if isinstance(row, BadRow) else _rename_columns(row, columns) for row in rows)
@@ -238,9 +235,9 @@ def check_columns(path: Path, keys: Collection[str], columns: Mapping[str, str])
         raise DataError(f"{path}: {missing[0]}", missing[1])
 
 
-def _parse_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
+def _parse_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadRow]:
     if chunk.kind == "arrow":
-        yield from _arrow_rows(chunk, columns, {columns.get(name, name) for name in used})
+        yield from _arrow_rows(chunk, columns)
     elif chunk.kind == "csv":
         yield from _csv_rows(chunk)
     elif chunk.kind == "text":
@@ -679,40 +676,31 @@ def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[s
     return [name for name in names if name in COLUMNS or name in columns.values()]
 
 
-def _arrow_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
+def _arrow_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadRow]:
     """Nulls are left out: Arrow has them where a JSON row would not have the key."""
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.payload).read_all()
     names = _columns_to_read(table.column_names, columns)
-    if not names:
-        # The error message still shows the names.
-        values = [dict.fromkeys(table.column_names, "…")] * len(table)
-    else:
-        try:
-            values = table.select(names).to_pylist()
-        except MemoryError:
-            raise
-        except Exception:
-            # Python cannot represent some value, such as a time after the year 9999.
-            yield from _arrow_rows_one_by_one(chunk, table.select(names), used)
-            return
+    # Without known columns, the error message still shows the names.
+    values = _arrow_values(table.select(names)) if names else [dict.fromkeys(table.column_names, "…")] * len(table)
     for line, value in enumerate(values, start=chunk.first_line):
-        yield Row(chunk.path, line, _drop_nulls(value))
+        if isinstance(value, dict):
+            yield Row(chunk.path, line, _drop_nulls(value))
+        else:
+            yield BadRow(chunk.path, line, f"cannot be read: {value}", "")
 
 
-def _arrow_rows_one_by_one(chunk: Chunk, table: Any, used: Collection[str]) -> Iterator[Row | BadRow]:
-    for index in range(len(table)):
-        value: dict[str, Any] = {}
-        errors: list[str] = []
-        for name in table.column_names:
-            try:
-                value[name] = table[name][index].as_py()
-            except Exception as error:
-                value[name] = "…"
-                errors += [f"cannot read the column {name}: {_one_line(error)}"] if name in used else []
-        row = Row(chunk.path, chunk.first_line + index, _drop_nulls(value))
-        yield row.error(errors[0]) if errors else row
+def _arrow_values(table: Any) -> list[dict[str, Any] | str]:
+    """The rows, or an error in place of one that Python cannot represent, such as a time after the year 9999."""
+    try:
+        return table.to_pylist()
+    except MemoryError:
+        raise
+    except Exception as error:
+        if len(table) == 1:
+            return [_one_line(error)]
+        return [value for index in range(len(table)) for value in _arrow_values(table.slice(index, 1))]
 
 
 def _drop_nulls(value: Any) -> Any:
