@@ -11,9 +11,8 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -230,8 +229,7 @@ def _fetch(
         if not hub.constants.HF_HUB_OFFLINE:
             console.info(f"downloading {what} of {name} to {hub.constants.HF_HUB_CACHE}")
     try:
-        with _progress_bars(has_bars):
-            folder = Path(_download_in_thread(name, patterns))
+        folder = Path(_download_in_thread(name, patterns, has_bars))
     except TorchstoneError:
         raise
     except Exception as error:
@@ -239,11 +237,14 @@ def _fetch(
     return Snapshot(replace(name, revision=folder.name), folder)
 
 
-def _download_in_thread(name: HubName, patterns: dict[str, Any]) -> str:
+def _download_in_thread(name: HubName, patterns: dict[str, Any], has_bars: bool) -> str:
     """After a signal huggingface_hub would first finish the files that it downloads; here they end with a chunk."""
     is_stopped = Event()
 
     class Bar(_huggingface_hub().utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | ({} if has_bars else {"disable": True}))
+
         def update(self, n: float | None = 1) -> bool | None:
             if is_stopped.is_set():
                 raise InterruptedError("stopped")
@@ -257,20 +258,6 @@ def _download_in_thread(name: HubName, patterns: dict[str, Any]) -> str:
         raise
     finally:
         executor.shutdown(wait=False)
-
-
-@contextmanager
-def _progress_bars(is_shown: bool) -> Iterator[None]:
-    """Whether huggingface_hub shows its progress bars."""
-    utils = _huggingface_hub().utils
-    must_hide = not is_shown and not utils.are_progress_bars_disabled()
-    if must_hide:
-        utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if must_hide:
-            utils.enable_progress_bars()
 
 
 def _indexed_files(index: Path) -> list[str]:
