@@ -25,6 +25,7 @@ from torchstone.data.sources import find_files
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
+from torchstone.observe.console import Console
 from torchstone.testing import launch_procs
 from torchstone.training.stop import handle_stop_signals
 
@@ -174,6 +175,24 @@ class TestModelFiles:
         with pytest.raises(UsageError, match=r"no model\.safetensors .* only pytorch_model\.bin\n  pickles .* not re"):
             model("org/llama")
         assert server.downloads() == ["config.json"]
+
+    def test_progress_bars_are_shown_by_a_console_with_bars(
+        self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # Shows bars without a terminal.
+        monkeypatch.setenv("TQDM_POSITION", "-1")
+        for style in ("lines", "bar"):
+            server.commit(MODEL, SMALL_MODEL | {"generation_config.json": style.encode()})
+            model("org/llama", console=Console(style))
+            assert ("Fetching" in capsys.readouterr().err) == (style == "bar")
+
+    def test_a_branch_that_moved_is_downloaded_again_and_the_log_says_so(
+        self, server: HubServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for config in (b"old", b"new"):
+            server.commit(MODEL, SMALL_MODEL | {"config.json": config})
+            assert (model("org/llama").folder / "config.json").read_bytes() == config
+            assert "downloading the config and tokenizer of org/llama to" in capsys.readouterr().err
 
     def test_a_revision_is_a_branch_or_a_commit(self, server: HubServer) -> None:
         old = server.commit(MODEL, {"config.json": b"old", "model.safetensors": b"1"})
@@ -388,10 +407,25 @@ class TestOffline:
         sha = server.commit(MODEL, SMALL_MODEL)
         model("org/llama")
         use_endpoint(monkeypatch, UNREACHABLE)
+        capsys.readouterr()
         assert model("org/llama").folder.name == sha
-        err = capsys.readouterr().err
-        assert "warning: org/llama: cannot reach the hub (ConnectError: " in err
-        assert f"using commit {sha} of the cache" in err
+        # The hub is asked once.
+        asking, warning = capsys.readouterr().err.splitlines()
+        assert asking == f"asking {UNREACHABLE} for org/llama"
+        assert warning.startswith("warning: org/llama: cannot reach the hub (ConnectError: ")
+        assert warning.endswith(f"using commit {sha} of the cache")
+
+    @pytest.mark.parametrize("status", [429, 500, 503])
+    def test_a_busy_hub_is_an_unreachable_one(
+        self, server: HubServer, capsys: pytest.CaptureFixture[str], status: int
+    ) -> None:
+        sha = server.commit(MODEL, SMALL_MODEL)
+        model("org/llama")
+        server.refused[MODEL] = (status, "")
+        server.requests.clear()
+        assert model("org/llama").folder.name == sha
+        assert f"using commit {sha} of the cache" in capsys.readouterr().err
+        assert server.requests == ["GET /api/models/org/llama"]
 
 
 DOWNLOAD = """
