@@ -431,8 +431,9 @@ class TestOffline:
 DOWNLOAD = """
 import sys
 from torchstone import hub
-print(hub.download_model(hub.parse_model(sys.argv[1])).folder.name)
+name = hub.parse_model(sys.argv[1])
 assert "torch" not in sys.modules
+hub.download_model(name)
 """
 
 
@@ -441,30 +442,23 @@ class TestProcesses:
         pipe = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", code, *args], stdout=pipe, stderr=pipe, text=True)
 
-    def test_two_processes_at_once_download_once(self, server: HubServer) -> None:
-        sha = server.commit(MODEL, SMALL_MODEL | {"model.safetensors": bytes(1 << 22)})
-        server.pause = 0.3
-        processes = [self.start(DOWNLOAD, "org/llama") for _ in range(2)]
-        outputs = [process.communicate(timeout=60) for process in processes]
-        assert [out.strip() for out, _ in outputs] == [sha, sha], outputs
-        assert server.downloads() == NEEDED
-
     def test_ctrl_c_ends_a_download_at_once(self, server: HubServer) -> None:
-        server.commit(MODEL, SMALL_MODEL | {"model.safetensors": bytes(200 << 20)})
-        server.pause = 0.05
+        server.commit(MODEL, SMALL_MODEL | {"model.safetensors": bytes(60 << 20)})
+        server.pause = 0.02
         process = self.start(DOWNLOAD, "org/llama")
-        while server.bytes_sent < 20 << 20:
+        while server.bytes_sent < 2 << 20:
             assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
         assert process.returncode != 0
-        assert server.bytes_sent < 120 << 20
+        # Two of the chunks that huggingface_hub reads.
+        assert server.bytes_sent < 30 << 20
 
     def test_a_signal_is_not_taken_for_an_unreachable_hub(self, server: HubServer) -> None:
         server.commit(MODEL, SMALL_MODEL)
         model("org/llama")
-        server.delay = 2.0
+        server.delay = 0.5
         with handle_stop_signals():
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
             with pytest.raises(StoppedBySignal):
@@ -589,26 +583,23 @@ class TestRuns:
         files = [request for request in server.requests if "/resolve/" in request]
         assert len(files) == len(set(files))
 
-    def test_ranks_of_torchrun_download_once(self, server: HubServer, hub_run: dict[str, Any]) -> None:
-        where = (constants.ENDPOINT, constants.HF_HUB_CACHE)
-        same = hub_run | {"training.max_steps": 1}
-        assert launch_procs(train_on_rank, 2, *where, [same, same], backend=None) == [1, 1]
-        assert len(server.downloads()) == len(set(server.downloads()))
-
-        # Rank 1 sees another commit.
+    def test_ranks_of_torchrun_download_once_and_compare_their_commits(
+        self, server: HubServer, hub_run: dict[str, Any]
+    ) -> None:
         server.commit(MODEL, server.repos[MODEL]["main"] | {"README.md": b"new"}, branch="side")
-        same = same | {"output_dir": f"{same['output_dir']}-2"}
-        other = same | {"model.path": "org/llama@side"}
-        errors = launch_procs(train_on_rank, 2, *where, [same, other], backend=None)
+        where = (constants.ENDPOINT, constants.HF_HUB_CACHE)
+        runs = [hub_run, hub_run | {"model.path": "org/llama@side"}]
+        errors = launch_procs(train_on_rank, 2, *where, runs, backend=None)
         assert all("rank 1 has other commits from the hub than rank 0" in error for error in errors)
+        # The files are the same in both commits, but for one that is not needed.
+        assert server.downloads() == sorted(set(server.downloads()))
+        assert "model.safetensors" in server.downloads()
 
 
-def train_on_rank(endpoint: str, cache: str, overrides: list[dict[str, Any]]) -> Any:
-    """The steps trained, or the error."""
+def train_on_rank(endpoint: str, cache: str, overrides: list[dict[str, Any]]) -> str:
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_endpoint(monkeypatch, endpoint)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
-        try:
-            return api.train(overrides=overrides[int(os.environ["RANK"])]).step
-        except UsageError as error:
-            return str(error)
+        with pytest.raises(UsageError) as caught:
+            api.train(overrides=overrides[int(os.environ["RANK"])])
+        return str(caught.value)
