@@ -18,8 +18,8 @@ import yaml
 
 from torchstone.errors import UsageError
 
-# No setting has so many digits, and Python refuses to convert thousands of them.
-LONG_NUMBER = re.compile(r"""(?<![\w"'.:/#-])[-+]?\d[\da-fA-Fxo_:]{400,}""")
+# No setting has so many decimal or hexadecimal digits, and Python refuses to convert thousands of them.
+LONG_NUMBER = re.compile(r"[\da-fA-F][\da-fA-F_]{400,}")
 # How many values aliases may add to a YAML file.
 MAX_YAML_NODES = 10_000
 
@@ -44,7 +44,8 @@ def read_config_file(path: Path) -> ConfigFile:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot read the file: {error}") from None
     if match := LONG_NUMBER.search(text):
-        raise UsageError(f"{path}:{text.count(chr(10), 0, match.start()) + 1}: a number of {len(match[0])} characters")
+        line = text.count("\n", 0, match.start()) + 1
+        raise UsageError(f"{path}:{line}: a number has {len(match[0])} digits", "write a smaller number")
     try:
         file = reader(text, path)
     except RecursionError:
