@@ -73,7 +73,6 @@ class Conversation:
 
 
 # Names that other datasets give to the columns of a row format; `suggest_columns` knows them.
-MESSAGES_NAMES = {"conversation", "chat", "dialog", "dialogue", "dialogs", "turns"}
 PROMPT_NAMES = {"question", "query", "problem", "prompt", "instruction", "input", "user", "source", "context"}
 COMPLETION_NAMES = {"answer", "response", "solution", "completion", "output", "assistant", "target", "reply"}
 TEXT_NAMES = {"content", "contents", "body", "article", "story", "passage", "raw_content", "code"}
@@ -102,8 +101,6 @@ def suggest_columns(value: dict[str, Any]) -> str:
         first = inner[0] if isinstance(inner, list) and inner else None
         if isinstance(first, dict) and ("role" in first or "from" in first):
             return f"use --data.columns {'messages' if 'role' in first else 'conversations'}={key}"
-    if name := find(MESSAGES_NAMES, object):
-        return f"use --data.columns messages={name}"
     question, answer = find(PROMPT_NAMES, str), find(COMPLETION_NAMES, str)
     if question is None and answer is None and len(strings) == 2 and not find(TEXT_NAMES, str):
         question, answer = strings

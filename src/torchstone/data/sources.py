@@ -55,7 +55,6 @@ SUPPORTED = f"{', '.join(ALL_TYPES)}; all but .parquet also with {' or '.join(CO
 # What `surrogateescape` makes of bytes that are not UTF-8.
 SURROGATE = re.compile("[\udc80-\udcff]")
 MAX_SHOWN = 100
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class BadRow(DataError):
@@ -67,8 +66,6 @@ class BadRow(DataError):
         hint = hint and _encodable(hint)
         shown = raw.strip()
         shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
-        # A row must not control the terminal.
-        shown = CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
         shown = shown and f"the row starts with {shown}"
         super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [shown, hint])) or None)
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
