@@ -107,6 +107,8 @@ class CacheOptions:
     cache_dir: Path
     num_processes: int | None = None
     stop_on_bad_row: bool = True
+    # Caches of version 0.1 do not have them; they are then built again.
+    needs_row_lengths: bool = False
 
 
 class TokenCache:
@@ -124,9 +126,6 @@ class TokenCache:
         self.origins = _memmap(folder / "origins.bin", np.dtype(np.int64))
         self.ids = _memmap(folder / "ids.bin", np.dtype(meta["id_type"]))
         self.labels = _memmap(folder / "labels.bin", np.dtype(np.int32)) if meta["has_labels"] else self.ids
-        # The tokens of every good row before it was cut or dropped; None in a cache of an earlier version.
-        path = folder / "row_lengths.bin"
-        self.row_lengths = _memmap(path, np.dtype(np.uint32)) if path.exists() else None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -145,6 +144,11 @@ class TokenCache:
         """`file:line` of the row that sequence `index` came from."""
         file, line = divmod(int(self.origins[index]), LINES_PER_FILE)
         return f"{self.source.files[file]}:{line}"
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """The tokens of every good row before it was cut or dropped; with `needs_row_lengths` every cache has them."""
+        return _memmap(self.folder / "row_lengths.bin", np.dtype(np.uint32))
 
     @property
     def bad_rows_path(self) -> Path:
@@ -226,15 +230,15 @@ def open_cache(
     identities = _file_identities(source)
     key = _cache_key(source, encoding, max_rows, options.cache_dir)
     folder = options.cache_dir / key[:32]
-    if not _is_intact(folder):
+    if not _is_intact(folder, options.needs_row_lengths):
         lock = options.cache_dir / f"{key[:32]}.lock"
         if is_locked(lock):
             console.info(f"waiting for another process that tokenizes {source.name}")
         with file_lock(lock):
             # Another process may have built it while this one waited for the lock.
-            if not _is_intact(folder):
+            if not _is_intact(folder, options.needs_row_lengths):
                 if folder.exists():
-                    console.warn(f"{folder} is damaged; building it again")
+                    console.warn(f"{folder} is damaged, or of an earlier version; building it again")
                 _CacheBuilder(source, encoding, options, console, max_rows, key, folder, identities).build()
     else:
         console.info(f"using the token cache of {source.name} in {folder}")
@@ -435,10 +439,12 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _is_intact(folder: Path) -> bool:
+def _is_intact(folder: Path, needs_row_lengths: bool) -> bool:
     """Whether the cache exists and its checksums are right. Files unchanged since the last check are not read again."""
     try:
         checksums = json.loads((folder / "meta.json").read_text())["checksums"]
+        if needs_row_lengths and "row_lengths.bin" not in checksums:
+            return False
         if _is_unchanged(folder, checksums):
             return True
         is_intact = all(_checksum(folder / name) == checksum for name, checksum in checksums.items())

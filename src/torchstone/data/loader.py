@@ -236,7 +236,7 @@ def tokenize_source(
         source.row_format, max_length, "" if max_length is None else on_long_row, data.train_on, source.columns
     )
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
-    options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row)
+    options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row, needs_row_lengths=inspect_only)
     cache = open_cache(source, encoding, options, console, max_rows)
     if not inspect_only:
         log_counts(cache, console)
