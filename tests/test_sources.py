@@ -89,7 +89,7 @@ class TestFiles:
 
     def test_folders_and_globs(self, tmp_path: Path) -> None:
         (tmp_path / "inner/.hidden").mkdir(parents=True)
-        for name in ("b.jsonl", "a.jsonl.gz", "inner/c.parquet", "notes.txt", "inner/.hidden/d.jsonl"):
+        for name in ("b.jsonl", "a.jsonl.gz", "inner/c.parquet", "notes.txt", "inner/.hidden/d.jsonl", ".e.jsonl"):
             (tmp_path / name).touch()
         names = [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path))]
         assert names == ["a.jsonl.gz", "b.jsonl", "inner/c.parquet"]

@@ -226,6 +226,13 @@ class TestFolders:
         assert len(notes) == 2
         assert [path.name for path in sources.find_files(f"{tmp_path}/*.txt")] == ["a.txt", "b.txt"]
 
+    def test_the_token_cache_is_left_out_before_it_has_tokens(self, tmp_path: Path) -> None:
+        """A start that was interrupted while the files were hashed leaves JSON files behind."""
+        write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+        (tmp_path / "cache/hashes").mkdir(parents=True)
+        (tmp_path / "cache/hashes/0.json").write_text("{}")
+        assert open_source(str(tmp_path), cache_dir=tmp_path / "cache").files == [tmp_path / "rows.jsonl"]
+
     def test_a_folder_with_its_own_output_trains_on_the_same_rows_again(
         self, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

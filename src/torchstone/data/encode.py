@@ -427,14 +427,16 @@ class Encoder:
 
     @cached_property
     def _special_affixes(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer itself puts before and after a text."""
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_str(self.config.tokenizer)
-        plain = tokenizer.encode("a", add_special_tokens=False).ids
-        special = tokenizer.encode("a", add_special_tokens=True).ids
-        start = next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)
-        return special[:start], special[start + len(plain) :]
+        return special_affixes(Tokenizer.from_str(self.config.tokenizer))
+
+
+def special_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer (of the package tokenizers) itself puts before and after a text."""
+    plain, special = (tokenizer.encode("a", add_special_tokens=is_special).ids for is_special in (False, True))
+    start = next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)
+    return special[:start], special[start + len(plain) :]
 
 
 def _is_row_error(error: BaseException) -> bool:

@@ -38,9 +38,9 @@ class Samples(ABC):
     @abstractmethod
     def get(self, index: int) -> list[TokenSequence]: ...
 
-    @abstractmethod
     def origin(self, index: int) -> str:
-        """`file:line` of the row that a sample starts with."""
+        """Where a sample comes from: `file:line` of its row. Packed text has no masked row to be told about."""
+        return f"sample {index}"
 
 
 class SequenceSamples(Samples):
@@ -83,9 +83,6 @@ class StreamSamples(Samples):
             sequences.append(self.cache.sequence(int(self.indices[document]), low, high))
         return sequences
 
-    def origin(self, index: int) -> str:
-        return self.cache.origin(int(self.indices[self._first[index]]))
-
 
 class BestFitSamples(Samples):
     """Rows of at most `row_length` tokens of complete documents. Packing takes seconds and is cached on disk."""
@@ -100,9 +97,6 @@ class BestFitSamples(Samples):
     def get(self, index: int) -> list[TokenSequence]:
         row = self.documents[self.offsets[index] : self.offsets[index + 1]]
         return [self.cache.sequence(int(document)) for document in row]
-
-    def origin(self, index: int) -> str:
-        return self.cache.origin(int(self.documents[self.offsets[index]]))
 
 
 class ConcatSamples(Samples):
