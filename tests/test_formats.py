@@ -545,7 +545,9 @@ class TestTemplates:
         with pytest.raises(DataError, match="it writes 999,900 characters for a conversation of"):
             ChatTemplate("{% for n in range(100) %}{{ 'x' * 9999 }}{% endfor %}", {}).render_prompt(TURNS)
         messages = [{"role": "user", "content": "x" * 200_000}]
-        assert len(ChatTemplate("{{ messages[0]['content'] * 2 }}", {}).render_prompt(messages)) == 400_000
+        assert len(ChatTemplate("{{ messages[0]['content'] * 10 }}", {}).render_prompt(messages)) == 2_000_000
+        with pytest.raises(DataError, match="it writes 4,000,000 characters for a conversation of 200,"):
+            ChatTemplate("{{ messages[0]['content'] * 20 }}", {}).render_prompt(messages)
 
     def test_a_template_that_python_cannot_interrupt_ends_the_process(self, tokenizer: Tokenizer) -> None:
         """The comparison of nested lists is a single operation, and takes 2^60 steps."""

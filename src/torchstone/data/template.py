@@ -123,7 +123,7 @@ class ChatTemplate:
                 before = self._render(messages[:index], tools) if index else ""
                 after = self._render(messages[: index + 1], tools)
                 spans.append((start, len(_check_prefix(index - 1, before, text))))
-                start = max(start, len(_check_prefix(index, after, text)))
+                start = len(_check_prefix(index, after, text))
             return RenderedConversation(text, [span for span in [*spans, (start, len(text))] if span[0] < span[1]])
 
         return self.limits.run(render)

@@ -301,7 +301,7 @@ def _add_bos(backend: Any) -> None:
     from tokenizers import processors
 
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, backend.token_to_id(BOS))]
+        single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
     )
 
 
