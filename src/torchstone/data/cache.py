@@ -220,7 +220,7 @@ def _check_optional_columns(path: Path, columns: Mapping[str, str]) -> None:
     chunk = next(read_chunks([path], columns=columns), None)
     if chunk is not None and chunk.kind == "lines":
         keys = dict.fromkeys(key for row in parse_rows(chunk) if not isinstance(row, BadRow) for key in row.value)
-        check_columns(path, keys, columns)
+        check_columns(columns, keys, f"{path}: ")
 
 
 def open_cache(

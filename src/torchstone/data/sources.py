@@ -206,30 +206,24 @@ def parse_rows(chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS) -> Iterato
 
 def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row | BadRow:
     value = row.value
-    missing = describe_missing({name: c for name, c in columns.items() if name not in OPTIONAL_COLUMNS}, value)
-    if missing is not None:
-        return row.error(*missing)
+    try:
+        check_columns({name: c for name, c in columns.items() if name not in OPTIONAL_COLUMNS}, value)
+    except DataError as error:
+        return row.error(error.message, error.hint)
     others = {key: inner for key, inner in value.items() if key not in columns.values()}
     renamed = {name: value[column] for name, column in columns.items() if column in value}
     return replace(row, value=others | renamed)
 
 
-def describe_missing(columns: Mapping[str, str], keys: Collection[str]) -> tuple[str, str | None] | None:
-    """The message and hint for the first of `columns` that is not in `keys`; None if all are."""
+def check_columns(columns: Mapping[str, str], keys: Collection[str], prefix: str = "") -> None:
+    """Raises DataError if one of `columns` is not in `keys`."""
     for name, column in columns.items():
         if column not in keys:
             similar = difflib.get_close_matches(column, keys, n=1)
-            return (
-                f"data.columns takes {name} from {column!r}, but the keys are {', '.join(keys) or 'none'}",
+            raise DataError(
+                f"{prefix}data.columns takes {name} from {column!r}, but the keys are {', '.join(keys) or 'none'}",
                 f"did you mean {name}={similar[0]}?" if similar else None,
             )
-    return None
-
-
-def check_columns(path: Path, keys: Collection[str], columns: Mapping[str, str]) -> None:
-    missing = describe_missing(columns, keys)
-    if missing is not None:
-        raise DataError(f"{path}: {missing[0]}", missing[1])
 
 
 def _parse_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadRow]:
@@ -418,7 +412,7 @@ def _csv_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> 
             stream = _decompress(path, raw)
             records = read_records(stream, DELIMITERS[file_type(path)])
             names = _csv_header(path, next(records, (1, "the file is empty: it needs a header"))[1])
-            check_columns(path, names, columns)
+            check_columns(columns, names, f"{path}: ")
             header = json.dumps(names)
             size = 0
             for number, (line, fields) in enumerate(records, start=1):
@@ -602,7 +596,7 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
     file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
-    check_columns(path, file.schema_arrow.names, columns)
+    check_columns(columns, file.schema_arrow.names, f"{path}: ")
     # If it has no known columns, the error message still shows the names.
     names = _columns_to_read(file.schema_arrow.names, columns) or None
     row = 0
@@ -651,7 +645,7 @@ def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]
     except Exception as error:
         # The library raises all kinds of errors for damaged files.
         raise DataError(f"{path}: not a readable datasets folder: {_one_line(error)}") from None
-    check_columns(path, table.column_names, columns)
+    check_columns(columns, table.column_names, f"{path}: ")
     size = size_on_disk(path)
     for first in range(start.offset, len(table), CHUNK_ROWS):
         part = table[first : first + CHUNK_ROWS]

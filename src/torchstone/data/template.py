@@ -148,14 +148,11 @@ class ChatTemplate:
         """Most templates want the arguments of a call as an object, but some concatenate them as a string."""
         try:
             return self._render_once(messages, tools, add_generation_prompt)
-        except DataError as error:
+        except DataError:
             with_texts = with_argument_texts(list(messages))
             if with_texts == messages:
                 raise
-            try:
-                return self._render_once(with_texts, tools, add_generation_prompt)
-            except DataError:
-                raise error from None
+            return self._render_once(with_texts, tools, add_generation_prompt)
 
     def _render_once(self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         try:
