@@ -72,7 +72,7 @@ class TestConfig:
             ("prompt=q,prompt=z", "'prompt=q,prompt=z' has two columns for one name"),
             ("{prompt: q, prompt: z}", "--data.columns:1: duplicate key prompt"),
             ("prompt=", "must be a mapping, not 'prompt='"),
-            ([{"prompt": "a"}, {"prompt": "b"}], "not one mapping per path"),
+            ([{"prompt": "a"}, {"prompt": "b"}], "does not have one mapping for each path"),
             ([3], "must be a mapping, not 3"),
         ],
     )

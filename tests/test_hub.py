@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.utils import enable_progress_bars
 
 from hub_server import HubServer, folder_files, hub_server
 from tiny import flags, make_llama
@@ -179,8 +180,9 @@ class TestModelFiles:
     def test_progress_bars_are_shown_by_a_console_with_bars(
         self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        # Shows bars without a terminal.
+        # Shows bars without a terminal, and if Transformers has switched them off.
         monkeypatch.setenv("TQDM_POSITION", "-1")
+        enable_progress_bars()
         for style in ("lines", "bar"):
             server.commit(MODEL, SMALL_MODEL | {"generation_config.json": style.encode()})
             model("org/llama", console=Console(style))
@@ -284,7 +286,7 @@ class TestErrors:
             ((401, ""), r"org/llama: no such folder, and no such model on http.*\n  .*hf auth login.*HF_TOKEN"),
             ((403, "GatedRepo"), r"only on request \(gated\)\n  ask for it on .*/org/llama, then .*HF_TOKEN"),
             ((401, "GatedRepo"), r"only on request \(gated\)"),
-            ((403, "Blocked"), r"refuses it: .*403 Forbidden: Blocked.*\n  .*HF_TOKEN"),
+            ((403, "Blocked"), r"answered with an error: .*403 Forbidden: Blocked.*\n  .*HF_TOKEN"),
             ((500, ""), r"it cannot be downloaded from http.*500 Internal Server Error.*\n  check .* HF_ENDPOINT"),
         ],
     )  # fmt: skip

@@ -189,7 +189,7 @@ def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str] |
 def _cached_folder(name: HubName) -> Path | None:
     hub = _huggingface_hub()
     try:
-        # No patterns: no file must be there.
+        # An empty list of patterns: the folder is returned even if files are missing.
         return Path(_snapshot_download(name, allow_patterns=[], local_files_only=True))
     except hub.errors.LocalEntryNotFoundError:
         return None
@@ -341,7 +341,7 @@ def _explain(name: HubName, error: Exception) -> Exception:
             f"check the name{_local_folders(name)}; for a private repository, {LOG_IN}",
         )
     if not _is_unreachable(error):
-        return UsageError(f"{name}: {constants.ENDPOINT} refuses it: {_reason(error)}", LOG_IN)
+        return UsageError(f"{name}: {constants.ENDPOINT} answered with an error: {_reason(error)}", LOG_IN)
     if constants.HF_HUB_OFFLINE:
         return UsageError(
             f"{prefix}it is not completely in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",

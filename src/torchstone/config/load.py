@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_config_file, read_yaml
-from torchstone.config.other_names import NOT_HERE, OTHER_NAMES
+from torchstone.config.other_names import OTHER_NAMES, UNSUPPORTED_NAMES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
     NEW_MODEL_KEYS,
@@ -230,14 +230,14 @@ def extract_config_flags(
     def is_switch(name: str) -> bool:
         return field_types().get(ALIASES.get(name, name), bool) is bool
 
-    def positive(arg: str) -> str:
+    def expand_no_flag(arg: str) -> str:
         key = arg.removeprefix("--no-").replace("-", "_")
         return f"--{key}=false" if arg.startswith("--no-") and field_types().get(key) is bool else arg
 
     def is_wanted(name: str) -> bool:
         return "." in name if keys is None else name in keys
 
-    return extract_flags([positive(arg) for arg in args], is_wanted, is_switch)
+    return extract_flags([expand_no_flag(arg) for arg in args], is_wanted, is_switch)
 
 
 def explain_name(name: str, given: Collection[str] = ()) -> str | None:
@@ -248,7 +248,7 @@ def explain_name(name: str, given: Collection[str] = ()) -> str | None:
     leaf = name.replace("-", "_").rsplit(".", 1)[-1]
     setting = _key_with_leaf(leaf) or OTHER_NAMES.get(leaf)
     if setting is None:
-        return NOT_HERE.get(leaf)
+        return UNSUPPORTED_NAMES.get(leaf)
     if setting.split()[0] in given:
         return f"leave it out: in Torchstone this is --{setting.split()[0]}, which is given too"
     return f"in Torchstone this is --{setting}"

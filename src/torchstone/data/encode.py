@@ -36,11 +36,12 @@ from torchstone.data.word_encoder import WordEncoder, build_word_encoder
 from torchstone.errors import DataError, TorchstoneError, UsageError
 
 MAX_EXAMPLES = 5
-# What a template may drop, by the keys of a message. Every template renders these roles.
+# Parts of a message that a template may drop, by their keys.
 OPTIONAL_PARTS = {
     "tool calls": ("tool_calls", "function_call"),
     "reasoning": ("reasoning_content", "reasoning", "thinking"),
 }
+# Every template renders these.
 BASIC_ROLES = {"system", "user", "assistant"}
 
 
@@ -260,8 +261,8 @@ class Encoder:
         for row, word_ids in zip(rows, by_word, strict=True):
             ids = next(encodings).ids if word_ids is None else word_ids
             # A piece of a large text file has no special tokens where the text goes on.
-            ids = (prefix if row.starts_text else []) + ids + (suffix if row.ends_text else [])
-            if row.ends_text and ids[-1:] != [eos_id]:
+            ids = (prefix if row.has_text_start else []) + ids + (suffix if row.has_text_end else [])
+            if row.has_text_end and ids[-1:] != [eos_id]:
                 ids.append(eos_id)
             array = np.array(ids, dtype=np.int64)
             yield TokenSequence(array, array)

@@ -169,7 +169,7 @@ def read_tokens(row: Row, vocab_size: int) -> tuple[list[int], list[int]]:
 
 
 def select_train_messages(row: Row, conversation: Conversation, train_on: str) -> list[int]:
-    """The indices of the messages to train on: by role or the last answer, unless a message's own flag says more.
+    """The indices of the messages to train on: by role, or the last answer. A message's own flag overrides this.
 
     `weight` is such a flag, and with `flag` also `train`.
     """
@@ -195,7 +195,7 @@ def select_train_messages(row: Row, conversation: Conversation, train_on: str) -
 
 
 def read_flags(row: Row, messages: list[Message], names: tuple[str, ...] = ("weight",)) -> dict[int, bool]:
-    """The messages that say themselves whether they are trained on, under the first of the names that they have."""
+    """Maps the index of each flagged message to its flag. `names` are the keys of flags, in order of priority."""
     flags = {}
     for index, message in enumerate(messages):
         name = next((name for name in names if message.get(name) is not None), None)

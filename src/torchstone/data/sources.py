@@ -43,7 +43,7 @@ ALL_TYPES = [name for types in FILE_TYPES for name in types]
 SUFFIXES = tuple(name + end for types in FILE_TYPES[:2] for name in types for end in ("", *COMPRESSIONS))
 # The columns that row formats read (formats.py). Others are not read: Python may not even be able to represent them.
 COLUMNS = set(get_args(Column))
-# Those that a row may lack.
+# Columns that a row may leave out.
 OPTIONAL_COLUMNS = {"labels", "len", "tools", "system", "unmask", "input", "history"}
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 UNSUPPORTED_SUFFIXES = (
@@ -77,13 +77,13 @@ class BadRow(DataError):
 
 @dataclass(frozen=True)
 class Row:
-    """`starts_text` and `ends_text` are false for a piece of a text file that does not have its start or its end."""
+    """`has_text_start` and `has_text_end` are false for a piece of a text file that lacks its start or its end."""
 
     path: Path
     line: int
     value: dict[str, Any]
-    starts_text: bool = True
-    ends_text: bool = True
+    has_text_start: bool = True
+    has_text_end: bool = True
 
     def error(self, reason: str, hint: str | None = None) -> BadRow:
         try:
@@ -115,7 +115,7 @@ class Chunk(NamedTuple):
     num_rows: int | None
     end: ReadPosition
     bytes_done: int
-    ends_text: bool = True
+    has_text_end: bool = True
 
 
 def find_files(
@@ -244,7 +244,7 @@ def _parse_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadR
 
 
 def read_row(row: Row, read: Callable[[Row], T]) -> T:
-    """What `read` makes of a row. Raises BadRow for any exception that is not ours: a row must not stop the others."""
+    """Returns `read(row)`. Raises BadRow for any exception that is not ours: a row must not stop the others."""
     try:
         return read(row)
     except (TorchstoneError, MemoryError):
@@ -462,7 +462,7 @@ def _text_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
     start = chunk.end.offset - len(chunk.payload)
     payload = chunk.payload if start else chunk.payload.removeprefix(BOM)
     try:
-        yield Row(chunk.path, chunk.first_line, {"text": payload.decode()}, start == 0, chunk.ends_text)
+        yield Row(chunk.path, chunk.first_line, {"text": payload.decode()}, start == 0, chunk.has_text_end)
     except UnicodeDecodeError as error:
         line = chunk.first_line + payload.count(b"\n", 0, error.start)
         raw = payload[max(0, error.start - 50) : error.start + 50].decode("utf-8", "backslashreplace")

@@ -125,7 +125,7 @@ class Tokenizer:
         columns: Mapping[str, str] = NO_COLUMNS,
     ) -> EncodingConfig:
         has_template = row_format in CHAT_FORMATS or (row_format == "prompt" and isinstance(self.hf.chat_template, str))
-        # The size first: to_str() would count up to the largest id.
+        # `size` refuses huge ids first: to_str() loops up to the largest id.
         return EncodingConfig(
             vocab_size=self.size,
             tokenizer=self.hf.backend_tokenizer.to_str(),
