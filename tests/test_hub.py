@@ -331,8 +331,9 @@ class TestErrors:
         model("org/llama")
         monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.1)
         server.delay = 0.5
-        with pytest.raises(UsageError, match="org/mispelt: no such folder, and it cannot be downloaded.*ReadTimeout"):
-            model("org/mispelt")
+        for name in ("org/mispelt", f"org/other@{sha}"):
+            with pytest.raises(UsageError, match=f"{name}: no such folder, and it cannot be downloaded.*ReadTimeout"):
+                model(name)
         capsys.readouterr()
         assert hub.download_model(hub.HubName("model", "org/llama"), weights=False).folder.name == sha
         asking, warning = capsys.readouterr().err.splitlines()[:2]

@@ -99,7 +99,7 @@ def download_model(
 ) -> Snapshot:
     """Downloads the config, the tokenizer and the weights of a model. Its Python code is left out unless it may run."""
     console = console or Console()
-    name, commit, _ = (name, name.revision, ()) if name.is_pinned else _look_up(name, console)
+    name, commit, _ = _look_up(name, console)
     files, ignore = ([*MODEL_FILES, CODE], [SUBFOLDERS]) if trust_remote_code else (MODEL_FILES, [SUBFOLDERS, CODE])
     snapshot = _fetch(name, console, "the config and tokenizer", files, ignore, commit)
     if not weights or not (snapshot.folder / "config.json").is_file():
@@ -118,9 +118,7 @@ def download_model(
 def download_data(name: HubName, suffixes: Sequence[str], console: Console | None = None) -> Snapshot:
     """Downloads the files that a name selects, by default its training split; only those that end in `suffixes`."""
     console = console or Console()
-    commit, files = name.revision, _cached_files(name) if name.is_pinned else None
-    if files is None:
-        name, commit, files = _look_up(name, console)
+    name, commit, files = _look_up(name, console)
     if not name.path:
         if files is None:
             raise UsageError(f"{name}: the cache does not say which files it has", f"name them: {name}/PATH")
@@ -167,6 +165,8 @@ def _huggingface_hub() -> ModuleType:
 def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str] | None]:
     """Returns the name, its commit and the names of its files, downloaded or not. If the hub cannot be reached, takes
     them from the cache and warns; the name is then pinned, so that later calls send no request."""
+    if name.is_pinned and (files := _cached_files(name)) is not None:
+        return name, str(name.revision), files
     hub = _huggingface_hub()
     if not hub.constants.HF_HUB_OFFLINE:
         console.info(f"asking {hub.constants.ENDPOINT} for {name}")
