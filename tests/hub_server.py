@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-PIECE = 1 << 22
+PIECE = 1 << 20
 REPO = r"(?P<repo>[^/]+/[^/]+)"
 API = re.compile(rf"/api/(?P<kind>models|datasets)/{REPO}(?:/revision/(?P<revision>[^/]+))?")
 TREE = re.compile(rf"/api/(?P<kind>models|datasets)/{REPO}/tree/(?P<revision>[^/]+)")

@@ -47,13 +47,6 @@ class TestConfig:
         assert config.data.columns == (MAPPING,)
         assert from_dict(to_dict(config)) == config
 
-    def test_every_entry_is_also_a_flag(self) -> None:
-        flags = [*MODEL.items(), ("data.columns.prompt", "question"), ("data.columns.completion", "answer")]
-        assert load_config(overrides=flags).data.columns == (MAPPING,)
-        for both in ([*flags, ("data.columns", "text=a")], [("data.columns", "text=a"), *flags]):
-            with pytest.raises(UsageError, match="are the same setting"):
-                load_config(overrides=both)
-
     @pytest.mark.parametrize(
         ("name", "text"),
         [
@@ -75,14 +68,22 @@ class TestConfig:
         [
             ("promt=question", "'promt'\n.*did you mean 'prompt'"),
             ("question", "must be a mapping, not 'question'\n.*prompt=question,completion=answer"),
-            ("{prompt: ", "is not YAML"),
-            ([{"prompt": "a"}, {"prompt": "b"}], "not one mapping per path"),
+            ("{prompt: ", "--data.columns:1: not YAML"),
+            ("prompt=q,prompt=z", "'prompt=q,prompt=z' has two columns for one name"),
+            ("{prompt: q, prompt: z}", "--data.columns:1: duplicate key prompt"),
+            ("prompt=", "must be a mapping, not 'prompt='"),
+            ([{"prompt": "a"}, {"prompt": "b"}], "does not have one mapping for each path"),
             ([3], "must be a mapping, not 3"),
         ],
     )
     def test_a_wrong_mapping_is_explained(self, value: Any, expected: str) -> None:
         with pytest.raises(UsageError, match=expected):
             load_config(overrides=MODEL | {"data.columns": value})
+
+    def test_a_part_of_a_mapping_does_not_replace_that_of_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("data:\n  columns: {prompt: question}\n")
+        with pytest.raises(UsageError, match=r"unknown key 'data.columns.completion'\n.*data.columns"):
+            load_config(tmp_path / "a.yaml", overrides=MODEL | {"data.columns.completion": "answer"})
 
 
 class TestRows:
@@ -134,14 +135,29 @@ class TestRows:
     def test_a_column_that_a_row_lacks_is_named(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "a.jsonl", QUESTIONS)
         expected = (
-            "a.jsonl:1: data.columns takes prompt from 'qestion', but the keys of this row are question, answer, level"
+            "a.jsonl:1: data.columns takes prompt from 'qestion', but the keys are question, answer, level"
             "\n.*\n.*did you mean prompt=question"
         )
         with pytest.raises(BadRow, match=expected):
             list(read_rows(path, {"prompt": "qestion", "completion": "answer"}))
-        pq.write_table(pa.Table.from_pylist(QUESTIONS), tmp_path / "a.parquet")
-        with pytest.raises(BadRow, match="the keys of this row are question, answer, level"):
-            list(read_rows(tmp_path / "a.parquet", {"prompt": "qestion", "completion": "answer"}))
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv", "a"])
+    @pytest.mark.parametrize("row_format", ["auto", "prompt"])
+    def test_an_optional_column_that_no_row_has_is_named(self, tmp_path: Path, name: str, row_format: str) -> None:
+        path = tmp_path / name
+        if name == "a":
+            import datasets
+
+            datasets.Dataset.from_list(QUESTIONS).save_to_disk(path)
+        elif name == "a.parquet":
+            pq.write_table(pa.Table.from_pylist(QUESTIONS), path)
+        elif name == "a.csv":
+            path.write_text("question,answer,level\na,b,c\n")
+        else:
+            write_rows(path, QUESTIONS)
+        expected = f"{name}: data.columns takes system from 'levle', but the keys are question, answer, level\n.*level"
+        with pytest.raises(DataError, match=expected):
+            open_source(str(path), row_format, False, MAPPING | {"system": "levle"})
 
     def test_several_paths_have_their_own_mappings(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

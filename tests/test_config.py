@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchstone.config import load_config, to_dict
+from torchstone.config import files, load_config, to_dict
 from torchstone.config.help import config_table, field_help
 from torchstone.config.load import ALIASES, PRESET_DIR, extract_config_flags, field_types, from_dict
 from torchstone.config.other_names import OTHER_NAMES
@@ -126,15 +126,20 @@ class TestFormats:
         self, tmp_path: Path, name: str, text: str, number: str
     ) -> None:
         (tmp_path / name).write_text(text.replace("NUMBER", number))
-        with pytest.raises(UsageError, match=f"{name}:2: a number of {len(number)} characters"):
+        with pytest.raises(UsageError, match=f"{name}:2: a number has 5000 digits"):
             load_config(tmp_path / name)
 
     @pytest.mark.parametrize("item", ["[{0}, {0}, {0}]", "{{p: {0}, q: {0}, r: {0}}}", "{{<<: [{0}, {0}, {0}]}}"])
     def test_aliases_cannot_make_a_small_file_large(self, tmp_path: Path, item: str) -> None:
         lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {item.format(f'*a{n - 1}')}" for n in range(1, 30))]
         (tmp_path / "a.yaml").write_text("\n".join(lines))
-        with pytest.raises(UsageError, match=r"a.yaml:\d+: more than 10000 values, with aliases"):
+        with pytest.raises(UsageError, match=r"a.yaml:\d+: aliases make more than 10000 values"):
             load_config(tmp_path / "a.yaml")
+
+    def test_a_large_file_needs_no_aliases(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "MAX_YAML_NODES", 10)
+        (tmp_path / "a.yaml").write_text("data: {path: [" + ", ".join(f"f{n}.jsonl" for n in range(50)) + "]}")
+        assert len(load_config(tmp_path / "a.yaml", "debug").data.path or ()) == 50
 
     def test_aliases_of_reasonable_size_work(self, tmp_path: Path) -> None:
         path = tmp_path / "a.yaml"

@@ -133,14 +133,19 @@ class TestFormats:
 
     def test_what_a_template_drops_is_an_error(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
-        source = "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }};{% endif %}{% endfor %}"
+        source = (
+            "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"
+        )
         (tmp_path / "t.jinja").write_text(source)
         chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
         rows = {
             "tool calls": {"messages": [TURNS[1], call]},
             "tools": {"messages": TURNS, "tools": [{"function": {"name": "now"}}]},
             "reasoning": {"messages": [TURNS[1], TURNS[2] | {"reasoning_content": "Hm."}]},
-            "developer messages": {"messages": [{"role": "developer", "content": "x"}, *TURNS[1:3]]},
+            **{
+                f"{role} messages": {"messages": [TURNS[1], {"role": role, "content": "x"}, TURNS[2]]}
+                for role in ("developer", "tool", "critic")
+            },
         }
         for name, row in rows.items():
             with pytest.raises(DataError, match=f"the chat template drops the {name} of this row"):
@@ -150,24 +155,13 @@ class TestFormats:
             "<|user|>Hello.<|end|><|assistant|>⟦Hi<|end|>⟧"
         )
 
-    def test_a_role_is_known_or_named_by_the_template_or_by_train_on(
-        self, tokenizer: Tokenizer, tmp_path: Path
-    ) -> None:
+    def test_any_role_is_allowed_that_the_template_renders(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         """The template of the demo writes any name."""
         row = {"messages": [{"role": "critic", "content": "Bad."}, TURNS[2]]}
-        with pytest.raises(
-            DataError, match=r"message 0 has the unknown role 'critic'\n(.*\n)*.*known roles are system,"
-        ):
-            build_cache([row], tokenizer, tmp_path / "a")
-        text = "<|critic|>Bad.<|end|><|assistant|>Hi<|end|>"
+        text = "<|critic|>Bad.<|end|><|assistant|>⟦Hi<|end|>⟧"
+        assert marked_text(build_cache([row], tokenizer, tmp_path / "a"), tokenizer) == text
         trained = build_cache([row], tokenizer, tmp_path / "b", "critic,assistant")
-        assert marked_text(trained, tokenizer) == text.replace("Bad.<|end|>", "⟦Bad.<|end|>⟧").replace(
-            "Hi<|end|>", "⟦Hi<|end|>⟧"
-        )
-        source = "{% if messages[0].role == 'critic' %}" + tokenizer.hf.chat_template + "{% endif %}"
-        (tmp_path / "t.jinja").write_text(source)
-        named = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
-        assert named.hf.decode(build_cache([row], named, tmp_path / "c", "last").ids) == text
+        assert marked_text(trained, tokenizer) == text.replace("Bad.<|end|>", "⟦Bad.<|end|>⟧")
 
     def test_chatml_renders_tools_and_calls(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
@@ -202,13 +196,33 @@ class TestFormats:
         assert texts[0] == texts[1]
         assert '"arguments": {}}' in texts[2]
         assert texts[2] == texts[3]
+        call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": [1, "y"]}'}}
+        cache = build_cache([{"messages": [TURNS[1], call]}], chatml, tmp_path / "old")
+        assert marked_text(cache, chatml) == texts[0]
         for number, (value, reason) in enumerate([("{x", "is a string that is not JSON"), ("[1]", "not an object")]):
             with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
                 build_cache([row(value)], chatml, tmp_path / f"bad-{number}")
 
-    def test_chatml_renders_reasoning(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def test_a_template_that_concatenates_arguments_gets_their_text(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        source = (
+            "{% for m in messages %}{% if m.content %}{{ m.content }};{% endif %}{% for c in m.tool_calls or [] %}"
+            "{{ c.function.name + ' ' + c.function.arguments }};{% endfor %}{% endfor %}"
+        )
+        (tmp_path / "t.jinja").write_text(source)
+        chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        call = {"function": {"name": "f", "arguments": '{"x":  1.10}'}}
+        turns = [TURNS[1], {"role": "assistant", "tool_calls": [call]}, *TURNS[3:]]
+        assert marked_text(build_cache([{"messages": turns}], chosen, tmp_path), chosen) == (
+            'Hello.;⟦f {"x":  1.10};⟧And now?;⟦Bye;⟧'
+        )
+        call["function"]["arguments"] = {"x": 1}  # type: ignore[assignment]
+        with pytest.raises(DataError, match=r'refuses this conversation: can only concatenate str \(not "dict"\)'):
+            build_cache([{"messages": turns}], chosen, tmp_path / "b")
+
+    @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+    def test_chatml_renders_reasoning(self, tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
-        turns = [TURNS[1], TURNS[2] | {"reasoning_content": "Greet."}, TURNS[3], TURNS[4]]
+        turns = [TURNS[1], TURNS[2] | {name: "Greet."}, TURNS[3], TURNS[4]]
         assert marked_text(build_cache([{"messages": turns}], chatml, tmp_path), chatml) == (
             "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n⟦<think>\nGreet.\n</think>\n\nHi<|im_end|>\n⟧"
             "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n⟦Bye<|im_end|>\n⟧"
@@ -250,7 +264,7 @@ class TestFormats:
             ({"messages": TURNS, "system": 3}, "system is not a string"),
             ({"messages": [{"role": "gpt", "content": "a"}]}, "has the role 'gpt'.*\n.*\n.*'assistant'"),
             ({"messages": [TURNS[1], {"role": "assistant", "content": " "}]}, "message 1 \\(assistant\\) is empty"),
-            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, r"the unknown role 'u\\ud800'"),
+            ({"messages": [{"role": "u\ud800", "content": "a"}, TURNS[2]]}, "lone surrogate at character 3"),
             ({"messages": TURNS, "tools": "[" * 100_000}, "tools is a string that is not JSON: maximum recursion"),
             ({"messages": [TURNS[1], TURNS[2] | {"tool_calls": "f()"}]}, "message 1: tool_calls is not a list of"),
             ({"conversations": [{"from": "function_call", "value": "{}"}]}, "turn 0 is a call without name and"),
@@ -531,7 +545,9 @@ class TestTemplates:
         with pytest.raises(DataError, match="it writes 999,900 characters for a conversation of"):
             ChatTemplate("{% for n in range(100) %}{{ 'x' * 9999 }}{% endfor %}", {}).render_prompt(TURNS)
         messages = [{"role": "user", "content": "x" * 200_000}]
-        assert len(ChatTemplate("{{ messages[0]['content'] * 2 }}", {}).render_prompt(messages)) == 400_000
+        assert len(ChatTemplate("{{ messages[0]['content'] * 10 }}", {}).render_prompt(messages)) == 2_000_000
+        with pytest.raises(DataError, match="it writes 4,000,000 characters for a conversation of 200,"):
+            ChatTemplate("{{ messages[0]['content'] * 20 }}", {}).render_prompt(messages)
 
     def test_a_template_that_python_cannot_interrupt_ends_the_process(self, tokenizer: Tokenizer) -> None:
         """The comparison of nested lists is a single operation, and takes 2^60 steps."""

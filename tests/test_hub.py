@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.utils import enable_progress_bars
 
 from hub_server import HubServer, folder_files, hub_server
 from tiny import flags, make_llama
@@ -24,6 +26,7 @@ from torchstone.data.sources import find_files
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
+from torchstone.observe.console import Console
 from torchstone.testing import launch_procs
 from torchstone.training.stop import handle_stop_signals
 
@@ -174,6 +177,25 @@ class TestModelFiles:
             model("org/llama")
         assert server.downloads() == ["config.json"]
 
+    def test_progress_bars_are_shown_by_a_console_with_bars(
+        self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # Shows bars without a terminal, and if Transformers has switched them off.
+        monkeypatch.setenv("TQDM_POSITION", "-1")
+        enable_progress_bars()
+        for style in ("lines", "bar"):
+            server.commit(MODEL, SMALL_MODEL | {"generation_config.json": style.encode()})
+            model("org/llama", console=Console(style))
+            assert ("Fetching" in capsys.readouterr().err) == (style == "bar")
+
+    def test_a_branch_that_moved_is_downloaded_again_and_the_log_says_so(
+        self, server: HubServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for config in (b"old", b"new"):
+            server.commit(MODEL, SMALL_MODEL | {"config.json": config})
+            assert (model("org/llama").folder / "config.json").read_bytes() == config
+            assert "downloading the config and tokenizer of org/llama to" in capsys.readouterr().err
+
     def test_a_revision_is_a_branch_or_a_commit(self, server: HubServer) -> None:
         old = server.commit(MODEL, {"config.json": b"old", "model.safetensors": b"1"})
         new = server.commit(MODEL, {"config.json": b"new", "model.safetensors": b"2"})
@@ -195,9 +217,13 @@ class TestDataFiles:
                 SHARDS,
             ),
             (["train.jsonl", "test.jsonl", "dev.jsonl"], ["train.jsonl"]),
-            (["alpaca.json", "eval/questions.jsonl"], ["alpaca.json"]),
+            (["alpaca.json", "eval/questions.jsonl", "state.json", "dataset_dict.json"], ["alpaca.json"]),
             (["en/c4-train.00000.json.gz", "en/c4-train.00001.json.gz", "en/c4-validation.00000.json.gz"],
              ["en/c4-train.00000.json.gz", "en/c4-train.00001.json.gz"]),
+            (["x-0123456789abcdef.jsonl", "x-fedcba9876543210.jsonl", "x-test.jsonl"],
+             ["x-0123456789abcdef.jsonl", "x-fedcba9876543210.jsonl"]),
+            (["data/[en] train.jsonl"], ["data/[en] train.jsonl"]),
+            (["[en]/000.jsonl", "[en]/001.jsonl"], ["[en]/000.jsonl", "[en]/001.jsonl"]),
         ],
     )  # fmt: skip
     def test_the_default_is_the_training_split(self, server: HubServer, files: list[str], expected: list[str]) -> None:
@@ -211,6 +237,8 @@ class TestDataFiles:
             ["main/train-00000-of-00001.jsonl", "main/test.jsonl", "socratic/train-00000-of-00001.jsonl"],
             ["data/train_sft.jsonl", "data/train_gen.jsonl"],
             ["rows_1000.jsonl", "rows_52000.jsonl"],
+            ["train_100k.jsonl", "train_200k.jsonl"],
+            ["wiki-2022.parquet", "wiki-2023.parquet"],
         ],
     )
     def test_several_training_sets_are_not_mixed(self, server: HubServer, files: list[str]) -> None:
@@ -227,18 +255,27 @@ class TestDataFiles:
             ("a/*.jsonl", ["a/x.jsonl", "a/y.jsonl"]),
             ("*.jsonl", ["top.jsonl"]),
             ("a", ["a/b/z.jsonl", "a/x.jsonl", "a/y.jsonl"]),
+            ("t/train[1].jsonl", ["t/train[1].jsonl"]),
+            ("t/train[12].jsonl", ["t/train1.jsonl"]),
+            ("texts", ["texts/a.txt", "texts/b.txt"]),
         ],
     )
     def test_a_path_is_a_file_a_folder_or_a_glob(self, server: HubServer, path: str, expected: list[str]) -> None:
         files = ["a/x.jsonl", "a/y.jsonl", "a/b/z.jsonl", "a/picture.png", "top.jsonl"]
+        files += ["t/train1.jsonl", "t/train[1].jsonl", "texts/a.txt", "texts/b.txt"]
         server.commit(DATA, {name: name.encode() for name in files})
         assert self.download(f"hub:org/rows/{path}") == expected
         assert server.downloads() == expected
 
-    def test_a_path_that_matches_nothing_shows_what_there_is(self, server: HubServer) -> None:
-        server.commit(DATA, {"a/x.jsonl": b"", "README.md": b""})
-        with pytest.raises(UsageError, match=r"has no such file\n  for example hub:org/rows/a/x\.jsonl"):
-            find_files("hub:org/rows/b/*.jsonl")
+    def test_a_path_that_matches_nothing_shows_what_there_is(
+        self, server: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+        sha = server.commit(DATA, {"a/x.jsonl": b"", "README.md": b""})
+        for name in ("hub:org/rows/b/*.jsonl", f"hub:org/rows@{sha}/b"):
+            with pytest.raises(UsageError, match=r"has no such file\n  for example hub:org/rows.*/a/x\.jsonl"):
+                find_files(name)
+        assert not caplog.messages
 
 
 class TestErrors:
@@ -249,7 +286,7 @@ class TestErrors:
             ((401, ""), r"org/llama: no such folder, and no such model on http.*\n  .*hf auth login.*HF_TOKEN"),
             ((403, "GatedRepo"), r"only on request \(gated\)\n  ask for it on .*/org/llama, then .*HF_TOKEN"),
             ((401, "GatedRepo"), r"only on request \(gated\)"),
-            ((403, "Blocked"), r"refuses it: .*403 Forbidden: Blocked.*\n  .*HF_TOKEN"),
+            ((403, "Blocked"), r"answered with an error: .*403 Forbidden: Blocked.*\n  .*HF_TOKEN"),
             ((500, ""), r"it cannot be downloaded from http.*500 Internal Server Error.*\n  check .* HF_ENDPOINT"),
         ],
     )  # fmt: skip
@@ -260,8 +297,13 @@ class TestErrors:
 
     def test_an_unknown_revision(self, server: HubServer) -> None:
         server.commit(MODEL, SMALL_MODEL)
-        with pytest.raises(UsageError, match=r"org/llama@v9: there is no revision v9\n  .*/org/llama/tree/main"):
+        with pytest.raises(UsageError, match=r"org/llama@v9: there is no revision v9\n  .*/org/llama/tree/main.*tags$"):
             model("org/llama@v9")
+        server.commit(DATA, {"x/a.jsonl": b""})
+        with pytest.raises(
+            UsageError, match=r"there is no revision feature\n.*with a slash in its name, use the commit"
+        ):
+            find_files("hub:org/rows@feature/x/a.jsonl")
 
     def test_a_misspelled_folder_lists_its_neighbors(
         self, server: HubServer, torchstone: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,6 +323,22 @@ class TestErrors:
             model("org/llama")
         with pytest.raises(UsageError, match=rf"hub:org/rows: it cannot be downloaded from {UNREACHABLE}"):
             find_files("hub:org/rows")
+
+    def test_a_hub_that_does_not_answer(
+        self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sha = server.commit(MODEL, SMALL_MODEL)
+        model("org/llama")
+        monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.1)
+        server.delay = 0.5
+        for name in ("org/mispelt", f"org/other@{sha}"):
+            with pytest.raises(UsageError, match=f"{name}: no such folder, and it cannot be downloaded.*ReadTimeout"):
+                model(name)
+        capsys.readouterr()
+        assert hub.download_model(hub.HubName("model", "org/llama"), weights=False).folder.name == sha
+        asking, warning = capsys.readouterr().err.splitlines()[:2]
+        assert asking == f"asking {server.url} for org/llama"
+        assert "ReadTimeout" in warning
 
     def test_an_interrupted_download_is_completed_later(self, server: HubServer) -> None:
         server.commit(MODEL, SMALL_MODEL | {"model.safetensors": b"0123456789"})
@@ -333,23 +391,52 @@ class TestOffline:
             ):
                 load()
 
+    def test_no_files_are_chosen_because_they_are_in_the_cache(
+        self, server: HubServer, offline: Callable[[], None]
+    ) -> None:
+        server.commit(DATA, {"en/train.jsonl": b"{}", "fr/train.jsonl": b"{}"})
+        server.commit("datasets/org/other", {"en/train.jsonl": b"{}", "fr/train.jsonl": b"{}"})
+        find_files("hub:org/rows/fr/train.jsonl")
+        hf_hub_download("org/other", "fr/train.jsonl", repo_type="dataset")
+        offline()
+        with pytest.raises(UsageError, match="several sets of training files"):
+            find_files("hub:org/rows")
+        with pytest.raises(UsageError, match=r"which files it has\n  name them: hub:org/other@\w{40}/PATH"):
+            find_files("hub:org/other")
+
     def test_an_unreachable_hub_is_reported_and_the_cache_is_used(
         self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         sha = server.commit(MODEL, SMALL_MODEL)
         model("org/llama")
         use_endpoint(monkeypatch, UNREACHABLE)
+        capsys.readouterr()
         assert model("org/llama").folder.name == sha
-        err = capsys.readouterr().err
-        assert "warning: org/llama: the hub cannot be asked (ConnectError: " in err
-        assert f"using commit {sha} of the cache" in err
+        # The hub is asked once.
+        asking, warning = capsys.readouterr().err.splitlines()
+        assert asking == f"asking {UNREACHABLE} for org/llama"
+        assert warning.startswith("warning: org/llama: cannot reach the hub (ConnectError: ")
+        assert warning.endswith(f"using commit {sha} of the cache")
+
+    @pytest.mark.parametrize("status", [429, 500, 503])
+    def test_a_busy_hub_is_an_unreachable_one(
+        self, server: HubServer, capsys: pytest.CaptureFixture[str], status: int
+    ) -> None:
+        sha = server.commit(MODEL, SMALL_MODEL)
+        model("org/llama")
+        server.refused[MODEL] = (status, "")
+        server.requests.clear()
+        assert model("org/llama").folder.name == sha
+        assert f"using commit {sha} of the cache" in capsys.readouterr().err
+        assert server.requests == ["GET /api/models/org/llama"]
 
 
 DOWNLOAD = """
 import sys
 from torchstone import hub
-print(hub.download_model(hub.parse_model(sys.argv[1])).folder.name)
+name = hub.parse_model(sys.argv[1])
 assert "torch" not in sys.modules
+hub.download_model(name)
 """
 
 
@@ -358,30 +445,23 @@ class TestProcesses:
         pipe = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", code, *args], stdout=pipe, stderr=pipe, text=True)
 
-    def test_two_processes_at_once_download_once(self, server: HubServer) -> None:
-        sha = server.commit(MODEL, SMALL_MODEL | {"model.safetensors": bytes(1 << 22)})
-        server.pause = 0.3
-        processes = [self.start(DOWNLOAD, "org/llama") for _ in range(2)]
-        outputs = [process.communicate(timeout=60) for process in processes]
-        assert [out.strip() for out, _ in outputs] == [sha, sha], outputs
-        assert server.downloads() == NEEDED
-
     def test_ctrl_c_ends_a_download_at_once(self, server: HubServer) -> None:
-        server.commit(MODEL, SMALL_MODEL | {"model.safetensors": bytes(200 << 20)})
-        server.pause = 0.05
+        server.commit(MODEL, SMALL_MODEL | {"model.safetensors": bytes(60 << 20)})
+        server.pause = 0.02
         process = self.start(DOWNLOAD, "org/llama")
-        while server.bytes_sent < 20 << 20:
+        while server.bytes_sent < 2 << 20:
             assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
         assert process.returncode != 0
-        assert server.bytes_sent < 120 << 20
+        # Two of the chunks that huggingface_hub reads.
+        assert server.bytes_sent < 30 << 20
 
     def test_a_signal_is_not_taken_for_an_unreachable_hub(self, server: HubServer) -> None:
         server.commit(MODEL, SMALL_MODEL)
         model("org/llama")
-        server.delay = 2.0
+        server.delay = 0.5
         with handle_stop_signals():
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
             with pytest.raises(StoppedBySignal):
@@ -415,12 +495,17 @@ class TestRuns:
         server.commit(MODEL, folder_files(new_model))
         server.commit(DATA, {"train.jsonl": rows(corpus_rows(30))})
         (tmp_path / "run" / "config.json").unlink()
+        # It needs no weights but those of its checkpoint.
+        weights = next((tmp_path / "hf").rglob("model.safetensors"))
+        weights.resolve().unlink()
+        weights.unlink()
+        server.requests.clear()
         capsys.readouterr()
-        resumed = api.train(overrides=hub_run | {"training.max_steps": 4})
+        resumed = api.train(overrides=hub_run | {"training.max_steps": 4, "observe.console": "lines"})
         err = capsys.readouterr().err
-        moved = f"org/llama is at commit {server.sha(MODEL, 'main')} on the hub"
-        assert f"{moved}; the run continues with {model_sha}, with which it started" in err
-        assert f"the run continues with {data_sha}" in err
+        assert f"org/llama: the run continues with commit {model_sha}, with which it started" in err
+        assert f"the run continues with commit {data_sha}" in err
+        assert server.requests == []
         assert resumed.step == 4
 
         # The same as an uninterrupted run with the same files on disk.
@@ -436,6 +521,27 @@ class TestRuns:
 
         with pytest.raises(CheckpointError, match=rf"model.path org/llama@{model_sha} is now org/llama@"):
             api.train(overrides=hub_run | {"model.path": f"org/llama@{server.sha(MODEL, 'main')}"})
+
+    def test_a_resumed_run_keeps_several_commits_of_one_dataset(
+        self, server: HubServer, hub_run: dict[str, Any], tmp_path: Path
+    ) -> None:
+        files = server.repos[DATA]["main"]
+        server.commit(DATA, files | {"README.md": b"1"}, branch="v1")
+        server.commit(DATA, files | {"README.md": b"2"}, branch="v2")
+        commits = [server.sha(DATA, branch) for branch in ("v1", "v2")]
+        overrides = hub_run | {"training.max_steps": 1, "data.path": "hub:org/rows@v1/train.jsonl"}
+        overrides["data.validation_path"] = "hub:org/rows@v2/test.jsonl"
+        api.train(overrides=overrides)
+        server.commit(DATA, files | {"README.md": b"3"}, branch="v1")
+        server.commit(DATA, files | {"README.md": b"4"}, branch="v2")
+        assert api.train(overrides=overrides | {"training.max_steps": 2}).step == 2
+        data = json.loads((tmp_path / "run" / "config.json").read_text())["data"]
+        assert data["path"] + data["validation_path"] == [
+            f"hub:org/rows@{commits[0]}/train.jsonl",
+            f"hub:org/rows@{commits[1]}/test.jsonl",
+        ]
+        with pytest.raises(UsageError, match=r"hub:org/rows: the checkpoint has several commits(.*\n).*@COMMIT"):
+            api.train(overrides=overrides | {"training.max_steps": 3, "data.path": "hub:org/rows"})
 
     def test_commands_take_names_on_the_hub(
         self, server: HubServer, torchstone: Command, llama_dir: Path, tmp_path: Path
@@ -480,26 +586,23 @@ class TestRuns:
         files = [request for request in server.requests if "/resolve/" in request]
         assert len(files) == len(set(files))
 
-    def test_ranks_of_torchrun_download_once(self, server: HubServer, hub_run: dict[str, Any]) -> None:
-        where = (constants.ENDPOINT, constants.HF_HUB_CACHE)
-        same = hub_run | {"training.max_steps": 1}
-        assert launch_procs(train_on_rank, 2, *where, [same, same], backend=None) == [1, 1]
-        assert len(server.downloads()) == len(set(server.downloads()))
-
-        # Rank 1 sees another commit.
+    def test_ranks_of_torchrun_download_once_and_compare_their_commits(
+        self, server: HubServer, hub_run: dict[str, Any]
+    ) -> None:
         server.commit(MODEL, server.repos[MODEL]["main"] | {"README.md": b"new"}, branch="side")
-        same = same | {"output_dir": f"{same['output_dir']}-2"}
-        other = same | {"model.path": "org/llama@side"}
-        errors = launch_procs(train_on_rank, 2, *where, [same, other], backend=None)
+        where = (constants.ENDPOINT, constants.HF_HUB_CACHE)
+        runs = [hub_run, hub_run | {"model.path": "org/llama@side"}]
+        errors = launch_procs(train_on_rank, 2, *where, runs, backend=None)
         assert all("rank 1 has other commits from the hub than rank 0" in error for error in errors)
+        # The files are the same in both commits, but for one that is not needed.
+        assert server.downloads() == sorted(set(server.downloads()))
+        assert "model.safetensors" in server.downloads()
 
 
-def train_on_rank(endpoint: str, cache: str, overrides: list[dict[str, Any]]) -> Any:
-    """The steps trained, or the error."""
+def train_on_rank(endpoint: str, cache: str, overrides: list[dict[str, Any]]) -> str:
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_endpoint(monkeypatch, endpoint)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
-        try:
-            return api.train(overrides=overrides[int(os.environ["RANK"])]).step
-        except UsageError as error:
-            return str(error)
+        with pytest.raises(UsageError) as caught:
+            api.train(overrides=overrides[int(os.environ["RANK"])])
+        return str(caught.value)

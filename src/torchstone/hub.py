@@ -11,9 +11,8 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +34,15 @@ MODEL_FILES = (
 SUBFOLDERS, CODE = "*/*", "*.py"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors")
-DATASET_METADATA = ("dataset_info.json", "dataset_infos.json")
+DATASET_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 TRAIN_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+# What differs between the shards of a split: a hash, 00001-of-00002, or a number with leading zeros. Other numbers are
+# sizes, years or versions: different data.
+SHARD_NUMBER = re.compile(r"(?<=-)[0-9a-f]{16}(?=\.)|\d{5}(?=-of-\d{5})|(?<=-of-)\d{5}|(?<!\d)0\d{2,}(?!\d)")
 OTHER_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
 MAX_LISTED = 8
+# How long the hub may take to answer which commit a name has; huggingface_hub would wait for ever.
+ANSWER_SECONDS = 10.0
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -95,7 +99,7 @@ def download_model(
 ) -> Snapshot:
     """Downloads the config, the tokenizer and the weights of a model. Its Python code is left out unless it may run."""
     console = console or Console()
-    name, commit, _ = (name, name.revision, ()) if name.is_pinned else _look_up(name, console)
+    name, commit, _ = _look_up(name, console)
     files, ignore = ([*MODEL_FILES, CODE], [SUBFOLDERS]) if trust_remote_code else (MODEL_FILES, [SUBFOLDERS, CODE])
     snapshot = _fetch(name, console, "the config and tokenizer", files, ignore, commit)
     if not weights or not (snapshot.folder / "config.json").is_file():
@@ -106,7 +110,7 @@ def download_model(
     if not (snapshot.folder / WEIGHTS).is_file():
         fetch_weights(["config.json", WEIGHTS_INDEX])
         if not (snapshot.folder / WEIGHTS_INDEX).is_file():
-            raise _no_weights(snapshot.name, console)
+            raise _no_weights(snapshot.name)
         fetch_weights(["config.json", *map(glob.escape, _indexed_files(snapshot.folder / WEIGHTS_INDEX))])
     return snapshot
 
@@ -114,38 +118,29 @@ def download_model(
 def download_data(name: HubName, suffixes: Sequence[str], console: Console | None = None) -> Snapshot:
     """Downloads the files that a name selects, by default its training split; only those that end in `suffixes`."""
     console = console or Console()
-    commit = name.revision
-    if not name.is_pinned or not name.path:
-        name, commit, files = _look_up(name, console)
-        name = name if name.path else replace(name, path=_training_files(name, files, suffixes))
-    if glob.has_magic(name.path):
+    name, commit, files = _look_up(name, console)
+    if not name.path:
+        if files is None:
+            raise UsageError(f"{name}: the cache does not say which files it has", f"name them: {name}/PATH")
+        name = replace(name, path=_training_files(name, files, suffixes))
+    patterns, ignore = [glob.escape(name.path)], list[str]()
+    if glob.has_magic(name.path) and name.path not in (files or ()):
         # In the patterns of huggingface_hub a star also matches slashes; in ours it does not.
-        ignore = ["*/" * (name.path.count("/") + 1) + "*"]
-        snapshot = _fetch(name, console, "the files", [name.path], ignore, commit)
+        patterns, ignore = [name.path], ["*/" * (name.path.count("/") + 1) + "*"]
     else:
-        patterns = [name.path, *(f"{name.path}/*{suffix}" for suffix in suffixes)]
-        snapshot = _fetch(name, console, "the files", patterns, (), commit)
-    if not glob.glob(data_path(snapshot)):
-        _, _, files = _look_up(snapshot.name, console)
+        # Texts are often licenses, but not in a folder that is named.
+        patterns += [f"{glob.escape(name.path)}/*{suffix}" for suffix in (*suffixes, ".txt", ".txt.gz", ".txt.zst")]
+    select = _huggingface_hub().utils.filter_repo_objects
+    if files is not None and not any(select(files, allow_patterns=patterns, ignore_patterns=ignore)):
         raise UsageError(f"{name}: the dataset has no such file", _choices(name, _split_patterns(files, suffixes)))
-    return snapshot
+    return _fetch(name, console, "the files", patterns, ignore, commit)
 
 
 def data_path(snapshot: Snapshot) -> str:
     """The downloaded files as a path: a file, a folder or a glob."""
-    path = snapshot.name.path
-    return f"{glob.escape(str(snapshot.folder))}/{path}" if glob.has_magic(path) else str(snapshot.folder / path)
-
-
-def current_commit(name: HubName) -> str | None:
-    """The commit that a branch or tag has on the hub now; None if the hub does not say."""
-    try:
-        return str(_repo_info(name).sha)
-    except TorchstoneError:
-        raise
-    except Exception:
-        # Many kinds of errors. It is only asked for a message.
-        return None
+    path = snapshot.folder / snapshot.name.path
+    is_glob = glob.has_magic(snapshot.name.path) and not path.exists()
+    return f"{glob.escape(str(snapshot.folder))}/{snapshot.name.path}" if is_glob else str(path)
 
 
 def _is_repo_id(repo: str) -> bool:
@@ -167,16 +162,17 @@ def _huggingface_hub() -> ModuleType:
     return huggingface_hub
 
 
-def _repo_info(name: HubName) -> Any:
-    """Raises all kinds of errors, and TorchstoneError after a signal."""
-    return _huggingface_hub().HfApi().repo_info(name.repo, repo_type=name.repo_type, revision=name.revision)
-
-
-def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str]]:
-    """The name, its commit and its files. If the hub cannot be reached, what the cache has, with a warning; the name is
-    then pinned, so that the hub is not asked again."""
+def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str] | None]:
+    """Returns the name, its commit and the names of its files, downloaded or not. If the hub cannot be reached, takes
+    them from the cache and warns; the name is then pinned, so that later calls send no request."""
+    if name.is_pinned and (files := _cached_files(name)) is not None:
+        return name, str(name.revision), files
+    hub = _huggingface_hub()
+    if not hub.constants.HF_HUB_OFFLINE:
+        console.info(f"asking {hub.constants.ENDPOINT} for {name}")
     try:
-        info = _repo_info(name)
+        options = {"repo_type": name.repo_type, "revision": name.revision, "timeout": ANSWER_SECONDS}
+        info = hub.HfApi().repo_info(name.repo, **options)
         return name, info.sha, [file.rfilename for file in info.siblings or ()]
     except TorchstoneError:
         raise
@@ -185,18 +181,28 @@ def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str]]:
         if folder is None or not _is_unreachable(error):
             raise _explain(name, error) from None
         if not name.is_pinned:
-            console.warn(f"{name}: the hub cannot be asked ({_reason(error)}): using commit {folder.name} of the cache")
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        return replace(name, revision=folder.name), folder.name, files
+            console.warn(f"{name}: cannot reach the hub ({_reason(error)}): using commit {folder.name} of the cache")
+        name = replace(name, revision=folder.name)
+        return name, folder.name, _cached_files(name)
 
 
 def _cached_folder(name: HubName) -> Path | None:
     hub = _huggingface_hub()
     try:
-        # No patterns: no file must be there.
+        # An empty list of patterns: the folder is returned even if files are missing.
         return Path(_snapshot_download(name, allow_patterns=[], local_files_only=True))
     except hub.errors.LocalEntryNotFoundError:
         return None
+
+
+def _cached_files(name: HubName) -> list[str] | None:
+    """All files of a repository; None if the cache does not have the list."""
+    hub = _huggingface_hub()
+    try:
+        tree = hub.get_cached_repo_tree(name.repo, repo_type=name.repo_type, revision=name.revision)
+    except hub.errors.CachedRepoTreeNotFoundError:
+        return None
+    return [file.path for file in tree]
 
 
 def _snapshot_download(name: HubName, **options: Any) -> str:
@@ -223,8 +229,7 @@ def _fetch(
         if not hub.constants.HF_HUB_OFFLINE:
             console.info(f"downloading {what} of {name} to {hub.constants.HF_HUB_CACHE}")
     try:
-        with _progress_bars(has_bars):
-            folder = Path(_download_in_thread(name, patterns))
+        folder = Path(_download_in_thread(name, patterns, has_bars))
     except TorchstoneError:
         raise
     except Exception as error:
@@ -232,11 +237,14 @@ def _fetch(
     return Snapshot(replace(name, revision=folder.name), folder)
 
 
-def _download_in_thread(name: HubName, patterns: dict[str, Any]) -> str:
+def _download_in_thread(name: HubName, patterns: dict[str, Any], has_bars: bool) -> str:
     """After a signal huggingface_hub would first finish the files that it downloads; here they end with a chunk."""
     is_stopped = Event()
 
     class Bar(_huggingface_hub().utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | ({} if has_bars else {"disable": True}))
+
         def update(self, n: float | None = 1) -> bool | None:
             if is_stopped.is_set():
                 raise InterruptedError("stopped")
@@ -252,20 +260,6 @@ def _download_in_thread(name: HubName, patterns: dict[str, Any]) -> str:
         executor.shutdown(wait=False)
 
 
-@contextmanager
-def _progress_bars(is_shown: bool) -> Iterator[None]:
-    """Whether huggingface_hub shows its progress bars."""
-    utils = _huggingface_hub().utils
-    must_hide = not is_shown and not utils.are_progress_bars_disabled()
-    if must_hide:
-        utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if must_hide:
-            utils.enable_progress_bars()
-
-
 def _indexed_files(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -273,8 +267,8 @@ def _indexed_files(index: Path) -> list[str]:
         raise UsageError(f"{index}: not an index of weights: {error!r}") from None
 
 
-def _no_weights(name: HubName, console: Console) -> UsageError:
-    others = [file for file in _look_up(name, console)[2] if file.endswith(OTHER_WEIGHTS)]
+def _no_weights(name: HubName) -> UsageError:
+    others = [file for file in _cached_files(name) or () if file.endswith(OTHER_WEIGHTS)]
     found = f"only {', '.join(others[:MAX_LISTED])}" if others else "no weights at all"
     return UsageError(
         f"{name} has no {WEIGHTS} and no {WEIGHTS_INDEX}: {found}",
@@ -303,9 +297,8 @@ def _split_patterns(files: Sequence[str], suffixes: Sequence[str]) -> list[str]:
         folder, slash, base = file.rpartition("/")
         is_hidden = any(part.startswith(".") for part in file.split("/"))
         if not is_hidden and base.endswith(tuple(suffixes)) and base not in DATASET_METADATA:
-            base = re.sub(r"-[0-9a-f]{16}(?=\.)", "-*", base)
-            base = re.sub(r"\d{3,}", lambda digits: "?" * len(digits.group()), base)
-            groups.setdefault(folder + slash + base, []).append(file)
+            pattern = SHARD_NUMBER.sub(lambda match: "?" * len(match[0]), glob.escape(base))
+            groups.setdefault(glob.escape(folder + slash) + pattern, []).append(file)
     return [pattern if len(members) > 1 else members[0] for pattern, members in groups.items()]
 
 
@@ -337,7 +330,10 @@ def _explain(name: HubName, error: Exception) -> Exception:
             f"{name}: the hub gives access only on request (gated)", f"ask for it on {url}, then {LOG_IN}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return UsageError(f"{name}: there is no revision {name.revision}", f"{url}/tree/main lists branches and tags")
+        slash = "; for a branch with a slash in its name, use the commit" if name.repo_type == "dataset" else ""
+        return UsageError(
+            f"{name}: there is no revision {name.revision}", f"{url}/tree/main lists branches and tags{slash}"
+        )
     if isinstance(error, errors.RepositoryNotFoundError) or "401 Unauthorized" in str(error):
         # Without a token, the hub does not tell a private repository from one that does not exist.
         return UsageError(
@@ -345,7 +341,7 @@ def _explain(name: HubName, error: Exception) -> Exception:
             f"check the name{_local_folders(name)}; for a private repository, {LOG_IN}",
         )
     if not _is_unreachable(error):
-        return UsageError(f"{name}: {constants.ENDPOINT} refuses it: {_reason(error)}", LOG_IN)
+        return UsageError(f"{name}: {constants.ENDPOINT} answered with an error: {_reason(error)}", LOG_IN)
     if constants.HF_HUB_OFFLINE:
         return UsageError(
             f"{prefix}it is not completely in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",

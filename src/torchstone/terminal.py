@@ -23,7 +23,7 @@ def escape_controls(text: str) -> str:
 
 def escape_message(text: str) -> str:
     """Escapes one message, and indents all its lines but the first, so that a newline in a name cannot fake a line."""
-    return re.sub(r"\n(?=\S)", "\n  ", escape_controls(text))
+    return re.sub(r"\n(?!  |\n|\Z)", "\n  ", escape_controls(text))
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -18,9 +18,9 @@ import yaml
 
 from torchstone.errors import UsageError
 
-# No setting has so many digits, and Python refuses to convert thousands of them.
-LONG_NUMBER = re.compile(r"""(?<![\w"'.:/#-])[-+]?\d[\da-fA-Fxo_:]{400,}""")
-# What aliases may make of a YAML file.
+# No setting has so many decimal or hexadecimal digits, and Python refuses to convert thousands of them.
+LONG_NUMBER = re.compile(r"[\da-fA-F][\da-fA-F_]{400,}")
+# How many values aliases may add to a YAML file.
 MAX_YAML_NODES = 10_000
 
 
@@ -33,7 +33,7 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml}
+    readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": read_yaml, ".yml": read_yaml, ".toml": _read_toml}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml")
@@ -44,7 +44,8 @@ def read_config_file(path: Path) -> ConfigFile:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot read the file: {error}") from None
     if match := LONG_NUMBER.search(text):
-        raise UsageError(f"{path}:{text.count(chr(10), 0, match.start()) + 1}: a number of {len(match[0])} characters")
+        line = text.count("\n", 0, match.start()) + 1
+        raise UsageError(f"{path}:{line}: a number has {len(match[0])} digits", "write a smaller number")
     try:
         file = reader(text, path)
     except RecursionError:
@@ -73,7 +74,7 @@ def _check_unique(file: ConfigFile, path: Path) -> None:
     visit("", file.values)
 
 
-def _duplicate_key(path: Path, line: int, name: str) -> UsageError:
+def _duplicate_key(path: Path | str, line: int, name: str) -> UsageError:
     return UsageError(f"{path}:{line}: duplicate key {name}", "keep one of them")
 
 
@@ -150,7 +151,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(text: str, path: Path) -> ConfigFile:
+def read_yaml(text: str, path: Path | str) -> ConfigFile:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -167,7 +168,7 @@ def _read_yaml(text: str, path: Path) -> ConfigFile:
         raise UsageError(f"{path}: not YAML: {error}") from None
 
 
-def _count_yaml_nodes(node: yaml.Node, counts: dict[yaml.Node, int], path: Path) -> int:
+def _count_yaml_nodes(node: yaml.Node, counts: dict[yaml.Node, int], path: Path | str) -> int:
     """The number of nodes in `node`, with every alias counted as what it stands for. A count of 0 is unfinished."""
     line = node.start_mark.line + 1
     if node not in counts:
@@ -178,12 +179,13 @@ def _count_yaml_nodes(node: yaml.Node, counts: dict[yaml.Node, int], path: Path)
         counts[node] = 1 + sum(_count_yaml_nodes(child, counts, path) for child in children)
     if counts[node] == 0:
         raise UsageError(f"{path}:{line}: contains an alias for itself", "write it out")
-    if counts[node] > MAX_YAML_NODES:
-        raise UsageError(f"{path}:{line}: more than {MAX_YAML_NODES} values, with aliases", "write a smaller config")
+    # Without aliases a count is at most the number of nodes.
+    if counts[node] > MAX_YAML_NODES + len(counts):
+        raise UsageError(f"{path}:{line}: aliases make more than {MAX_YAML_NODES} values", "write a smaller config")
     return counts[node]
 
 
-def _yaml_lines(node: yaml.Node, prefix: tuple[str, ...], lines: dict[str, int], path: Path) -> None:
+def _yaml_lines(node: yaml.Node, prefix: tuple[str, ...], lines: dict[str, int], path: Path | str) -> None:
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _yaml_lines(item, (*prefix, str(index)), lines, path)

@@ -18,10 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
-
-from torchstone.config.files import read_config_file
-from torchstone.config.other_names import NOT_HERE, OTHER_NAMES
+from torchstone.config.files import read_config_file, read_yaml
+from torchstone.config.other_names import OTHER_NAMES, UNSUPPORTED_NAMES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
     NEW_MODEL_KEYS,
@@ -48,7 +46,7 @@ ALIASES = {
     "optim.lr": "optim.learning_rate",
     "max_steps": "training.max_steps",
 }
-# Keys whose value is a mapping, or a list of them. Each entry is also a key of its own: data.columns.prompt.
+# Keys whose value is a mapping, or a list of them.
 MAPPINGS = ("data.columns",)
 MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
@@ -232,14 +230,14 @@ def extract_config_flags(
     def is_switch(name: str) -> bool:
         return field_types().get(ALIASES.get(name, name), bool) is bool
 
-    def positive(arg: str) -> str:
+    def expand_no_flag(arg: str) -> str:
         key = arg.removeprefix("--no-").replace("-", "_")
         return f"--{key}=false" if arg.startswith("--no-") and field_types().get(key) is bool else arg
 
     def is_wanted(name: str) -> bool:
         return "." in name if keys is None else name in keys
 
-    return extract_flags([positive(arg) for arg in args], is_wanted, is_switch)
+    return extract_flags([expand_no_flag(arg) for arg in args], is_wanted, is_switch)
 
 
 def explain_name(name: str, given: Collection[str] = ()) -> str | None:
@@ -250,7 +248,7 @@ def explain_name(name: str, given: Collection[str] = ()) -> str | None:
     leaf = name.replace("-", "_").rsplit(".", 1)[-1]
     setting = _key_with_leaf(leaf) or OTHER_NAMES.get(leaf)
     if setting is None:
-        return NOT_HERE.get(leaf)
+        return UNSUPPORTED_NAMES.get(leaf)
     if setting.split()[0] in given:
         return f"leave it out: in Torchstone this is --{setting.split()[0]}, which is given too"
     return f"in Torchstone this is --{setting}"
@@ -290,7 +288,7 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
     if value is None and key in SECTION_HELP:
         # A section whose keys are all commented out.
         return []
-    if isinstance(value, Mapping) and (value or key in SECTION_HELP):
+    if isinstance(value, Mapping) and key not in MAPPINGS and (value or key in SECTION_HELP):
         return [pair for sub_key, inner in value.items() for pair in _flatten(f"{key}.{sub_key}", inner)]
     return [(key, value)]
 
@@ -301,12 +299,6 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
     for name, value, origin in values:
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
-        parent, _, entry = key.rpartition(".")
-        if parent in MAPPINGS:
-            # One entry of a mapping. Its setting has a name of its own, so that it cannot replace a whole mapping.
-            before = settings[parent].value if parent in settings else {}
-            key, name = parent, f"{parent}.NAME"
-            value = before | {entry: value} if isinstance(before, dict) else before
         if key not in field_types():
             raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
         if key in settings and settings[key].name != name:
@@ -427,15 +419,14 @@ def _read_mappings(text: str, key: str) -> list[Any]:
     if text.lower() in NULL_WORDS:
         return []
     if text.strip().startswith(("{", "[")):
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UsageError(f"{key} is not YAML: {text}", f"write it as --{key} {MAPPING_EXAMPLE}") from None
+        value = read_yaml(text, f"--{key}").values
         return value if isinstance(value, list) else [value]
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not all(equals for _, equals, _ in pairs):
+    pairs = [[word.strip() for word in part.partition("=")[::2]] for part in text.split(",") if part.strip()]
+    if not all(name and value for name, value in pairs):
         raise UsageError(f"{key} must be a mapping, not {text!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
-    return [{name.strip(): value.strip() for name, _, value in pairs}] if pairs else []
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise UsageError(f"{key} {text!r} has two columns for one name", "keep one of them")
+    return [dict(pairs)] if pairs else []
 
 
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:

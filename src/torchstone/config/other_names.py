@@ -116,7 +116,7 @@ OTHER_NAMES = {
 }
 
 # What other trainers have and this one does not.
-NOT_HERE = {
+UNSUPPORTED_NAMES = {
     "load_in_4bit": "quantized base models are not in this version",
     "load_in_8bit": "quantized base models are not in this version",
     "lora_alpha": "LoRA is not in this version",

@@ -474,7 +474,7 @@ def _validation_rule(section: str, name: str) -> Rule:
     )
 
 
-def _validates_often(training: TrainingConfig) -> bool:
+def _has_validation_interval(training: TrainingConfig) -> bool:
     return any((training.validate_every_steps, training.validate_every_epochs, training.validate_every_samples))
 
 
@@ -553,7 +553,7 @@ RULES = [
             len(c.data.columns) > 1 and len(c.data.columns) != len(paths)
             for paths in (c.data.path or (), c.data.validation_path or c.data.columns)
         ),
-        "data.columns has {c.data.columns}, which is not one mapping per path of data.path and data.validation_path",
+        "data.columns {c.data.columns} does not have one mapping for each path of data.path and data.validation_path",
         "give one mapping for all paths, or one per path",
     ),
     Rule(
@@ -567,7 +567,7 @@ RULES = [
     _validation_rule("training", "patience"),
     Rule(
         "training.patience",
-        lambda c: c.training.patience is not None and not _validates_often(c.training),
+        lambda c: c.training.patience is not None and not _has_validation_interval(c.training),
         "training.patience counts validations, but the only one is at the end of the run",
         "add --training.validate_every_steps N, or validate_every_epochs or validate_every_samples",
     ),
@@ -625,7 +625,7 @@ RULES = [
     Rule(
         "optim.warmup_ratio",
         lambda c: c.optim.warmup_ratio > 0 and c.training.mode == "infinite",
-        "training.mode infinite has no end, so optim.warmup_ratio is a share of nothing",
+        "optim.warmup_ratio needs a run with an end, but training.mode is infinite",
         "use --optim.warmup_steps N",
     ),
     Rule(

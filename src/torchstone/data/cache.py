@@ -39,9 +39,11 @@ from torchstone.data.encode import EncodedChunk, Encoder, EncodingConfig, RowCou
 from torchstone.data.formats import ROW_FORMATS, RowFormat, detect_format
 from torchstone.data.sources import (
     NO_COLUMNS,
+    OPTIONAL_COLUMNS,
     BadRow,
     Chunk,
     ReadPosition,
+    check_columns,
     content_files,
     count_rows,
     file_type,
@@ -88,6 +90,12 @@ class DataSource:
         return read_chunks(self.files, start, self.row_format == "lines", self.columns)
 
     @property
+    def num_texts(self) -> int | None:
+        """The number of text files whose pieces are the rows; None if rows are something else."""
+        is_text = self.row_format == "text" and all(file_type(path) == ".txt" for path in self.files)
+        return len(self.files) if is_text else None
+
+    @property
     def title(self) -> str:
         return Path(self.name).name or self.name
 
@@ -99,6 +107,8 @@ class CacheOptions:
     cache_dir: Path
     num_processes: int | None = None
     stop_on_bad_row: bool = True
+    # Caches of version 0.1 do not have them; they are then built again.
+    needs_row_lengths: bool = False
 
 
 class TokenCache:
@@ -116,9 +126,6 @@ class TokenCache:
         self.origins = _memmap(folder / "origins.bin", np.dtype(np.int64))
         self.ids = _memmap(folder / "ids.bin", np.dtype(meta["id_type"]))
         self.labels = _memmap(folder / "labels.bin", np.dtype(np.int32)) if meta["has_labels"] else self.ids
-        # The tokens of every good row before it was cut or dropped; None in a cache of an earlier version.
-        path = folder / "row_lengths.bin"
-        self.row_lengths = _memmap(path, np.dtype(np.uint32)) if path.exists() else None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -137,6 +144,11 @@ class TokenCache:
         """`file:line` of the row that sequence `index` came from."""
         file, line = divmod(int(self.origins[index]), LINES_PER_FILE)
         return f"{self.source.files[file]}:{line}"
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """The tokens of every good row before it was cut or dropped; with `needs_row_lengths` every cache has them."""
+        return _memmap(self.folder / "row_lengths.bin", np.dtype(np.uint32))
 
     @property
     def bad_rows_path(self) -> Path:
@@ -181,11 +193,13 @@ def open_source(
     files = find_files(name, cache_dir, notes.append)
     if row_format == "lines" and (others := [path for path in files if file_type(path) != ".txt"]):
         raise UsageError(f"{others[0]}: data.format lines is for .txt files", "use --data.format auto")
+    if columns.keys() & OPTIONAL_COLUMNS:
+        _check_optional_columns(files[0], columns)
     if row_format in ROW_FORMATS:
         return DataSource(name, files, row_format, dict(columns), notes)
     rows_read, first_error = 0, None
     for chunk in read_chunks(files, columns=columns):
-        for row in parse_rows(chunk, columns, used=()):
+        for row in parse_rows(chunk, columns):
             rows_read += 1
             try:
                 if isinstance(row, BadRow):
@@ -201,6 +215,14 @@ def open_source(
     raise DataError(f"{name}: the data is empty", "check data.path")
 
 
+def _check_optional_columns(path: Path, columns: Mapping[str, str]) -> None:
+    """Raises DataError if none of the first rows has an optional column; a row may leave it out. Tables know theirs."""
+    chunk = next(read_chunks([path], columns=columns), None)
+    if chunk is not None and chunk.kind == "lines":
+        keys = dict.fromkeys(key for row in parse_rows(chunk) if not isinstance(row, BadRow) for key in row.value)
+        check_columns(columns, keys, f"{path}: ")
+
+
 def open_cache(
     source: DataSource, encoding: EncodingConfig, options: CacheOptions, console: Console, max_rows: int | None = None
 ) -> TokenCache:
@@ -208,15 +230,15 @@ def open_cache(
     identities = _file_identities(source)
     key = _cache_key(source, encoding, max_rows, options.cache_dir)
     folder = options.cache_dir / key[:32]
-    if not _is_intact(folder):
+    if not _is_intact(folder, options.needs_row_lengths):
         lock = options.cache_dir / f"{key[:32]}.lock"
         if is_locked(lock):
             console.info(f"waiting for another process that tokenizes {source.name}")
         with file_lock(lock):
             # Another process may have built it while this one waited for the lock.
-            if not _is_intact(folder):
+            if not _is_intact(folder, options.needs_row_lengths):
                 if folder.exists():
-                    console.warn(f"{folder} is damaged; building it again")
+                    console.warn(f"{folder} is damaged, or of an earlier version; building it again")
                 _CacheBuilder(source, encoding, options, console, max_rows, key, folder, identities).build()
     else:
         console.info(f"using the token cache of {source.name} in {folder}")
@@ -417,10 +439,12 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _is_intact(folder: Path) -> bool:
+def _is_intact(folder: Path, needs_row_lengths: bool) -> bool:
     """Whether the cache exists and its checksums are right. Files unchanged since the last check are not read again."""
     try:
         checksums = json.loads((folder / "meta.json").read_text())["checksums"]
+        if needs_row_lengths and "row_lengths.bin" not in checksums:
+            return False
         if _is_unchanged(folder, checksums):
             return True
         is_intact = all(_checksum(folder / name) == checksum for name, checksum in checksums.items())

@@ -17,7 +17,6 @@ import numpy as np
 
 from torchstone.data.formats import (
     IGNORE_INDEX,
-    ROLES,
     TEXT_FORMATS,
     Conversation,
     Message,
@@ -30,7 +29,6 @@ from torchstone.data.formats import (
     read_text,
     read_tokens,
     select_train_messages,
-    used_keys,
 )
 from torchstone.data.sources import BadRow, Chunk, Row, parse_rows, read_row
 from torchstone.data.template import ChatTemplate, NotPrefixStableError, RenderedConversation
@@ -38,11 +36,12 @@ from torchstone.data.word_encoder import WordEncoder, build_word_encoder
 from torchstone.errors import DataError, TorchstoneError, UsageError
 
 MAX_EXAMPLES = 5
-# What a template may drop, by the keys of a message. Every template renders these roles.
+# Parts of a message that a template may drop, by their keys.
 OPTIONAL_PARTS = {
     "tool calls": ("tool_calls", "function_call"),
     "reasoning": ("reasoning_content", "reasoning", "thinking"),
 }
+# Every template renders these.
 BASIC_ROLES = {"system", "user", "assistant"}
 
 
@@ -161,7 +160,7 @@ class Encoder:
         self.counts = RowCounts()
         rows: list[Row] = []
         bad_rows: list[BadRow] = []
-        for row in parse_rows(chunk, self.config.columns, used_keys(self.config.row_format)):
+        for row in parse_rows(chunk, self.config.columns):
             if isinstance(row, BadRow):
                 bad_rows.append(row)
             else:
@@ -262,8 +261,8 @@ class Encoder:
         for row, word_ids in zip(rows, by_word, strict=True):
             ids = next(encodings).ids if word_ids is None else word_ids
             # A piece of a large text file has no special tokens where the text goes on.
-            ids = (prefix if row.starts_text else []) + ids + (suffix if row.ends_text else [])
-            if row.ends_text and ids[-1:] != [eos_id]:
+            ids = (prefix if row.has_text_start else []) + ids + (suffix if row.has_text_end else [])
+            if row.has_text_end and ids[-1:] != [eos_id]:
                 ids.append(eos_id)
             array = np.array(ids, dtype=np.int64)
             yield TokenSequence(array, array)
@@ -276,7 +275,6 @@ class Encoder:
         value = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
         if isinstance(value, PromptCompletion):
             return value
-        self._check_roles(row, value)
         try:
             rendered = self._render(row, value)
             check_encodable(row, rendered.text)
@@ -296,16 +294,6 @@ class Encoder:
             return self.template.render_train_on_all(messages, tools, conversation.unmask, masked)
         trained = select_train_messages(row, conversation, self.config.train_on)
         return self.template.render_conversation(messages, trained, tools)
-
-    def _check_roles(self, row: Row, conversation: Conversation) -> None:
-        """Raises for a role that nothing says is one: a template may drop it, or write whatever name it is given."""
-        for index, message in enumerate(conversation.messages):
-            role = message["role"]
-            if role not in ROLES and role not in self.template.quoted_words and role not in self._train_on_roles:
-                raise row.error(
-                    f"message {index} has the unknown role {role!r}",
-                    f"known roles are {', '.join(ROLES)}, and those that the chat template or data.train_on names",
-                )
 
     def _check_complete(self, row: Row, conversation: Conversation, text: str) -> None:
         """Raises if the template drops a part of the conversation: then the text is the same without it."""
@@ -439,19 +427,17 @@ class Encoder:
         return ChatTemplate(self.config.template, self.config.special_tokens)
 
     @cached_property
-    def _train_on_roles(self) -> set[str]:
-        return {role.strip() for role in self.config.train_on.split(",")}
-
-    @cached_property
     def _special_affixes(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer itself puts before and after a text."""
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_str(self.config.tokenizer)
-        plain = tokenizer.encode("a", add_special_tokens=False).ids
-        special = tokenizer.encode("a", add_special_tokens=True).ids
-        start = next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)
-        return special[:start], special[start + len(plain) :]
+        return special_affixes(Tokenizer.from_str(self.config.tokenizer))
+
+
+def special_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer (of the package tokenizers) itself puts before and after a text."""
+    plain, special = (tokenizer.encode("a", add_special_tokens=is_special).ids for is_special in (False, True))
+    start = next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)
+    return special[:start], special[start + len(plain) :]
 
 
 def _is_row_error(error: BaseException) -> bool:

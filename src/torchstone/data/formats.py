@@ -33,14 +33,6 @@ FORMAT_KEYS: dict[RowFormat, tuple[str, ...]] = {
     # Every line of a text file; detection never gets here.
     "lines": ("text",),
 }
-CONVERSATION_KEYS = ("system", "tools", "unmask")
-OPTIONAL_KEYS: dict[RowFormat, tuple[str, ...]] = {
-    "tokens": ("labels", "len"),
-    "messages": CONVERSATION_KEYS,
-    "sharegpt": CONVERSATION_KEYS,
-    "prompt": CONVERSATION_KEYS,
-    "alpaca": (*CONVERSATION_KEYS, "input", "history"),
-}
 TEXT_FORMATS: tuple[RowFormat, ...] = ("text", "document", "lines")
 CHAT_FORMATS: tuple[RowFormat, ...] = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -62,6 +54,14 @@ class PromptCompletion:
     unmask: bool = False
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call, and the JSON text that they were parsed from."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
+
+
 @dataclass(frozen=True)
 class Conversation:
     """`unmask` trains on everything but the system message. Messages before `train_from` are not trained on."""
@@ -73,7 +73,6 @@ class Conversation:
 
 
 # Names that other datasets give to the columns of a row format; `suggest_columns` knows them.
-MESSAGES_NAMES = {"conversation", "chat", "dialog", "dialogue", "dialogs", "turns"}
 PROMPT_NAMES = {"question", "query", "problem", "prompt", "instruction", "input", "user", "source", "context"}
 COMPLETION_NAMES = {"answer", "response", "solution", "completion", "output", "assistant", "target", "reply"}
 TEXT_NAMES = {"content", "contents", "body", "article", "story", "passage", "raw_content", "code"}
@@ -102,8 +101,6 @@ def suggest_columns(value: dict[str, Any]) -> str:
         first = inner[0] if isinstance(inner, list) and inner else None
         if isinstance(first, dict) and ("role" in first or "from" in first):
             return f"use --data.columns {'messages' if 'role' in first else 'conversations'}={key}"
-    if name := find(MESSAGES_NAMES, object):
-        return f"use --data.columns messages={name}"
     question, answer = find(PROMPT_NAMES, str), find(COMPLETION_NAMES, str)
     if question is None and answer is None and len(strings) == 2 and not find(TEXT_NAMES, str):
         question, answer = strings
@@ -114,11 +111,6 @@ def suggest_columns(value: dict[str, Any]) -> str:
         )
     name = find(TEXT_NAMES, str) or (strings[0] if len(strings) == 1 else "NAME")
     return f"use --data.columns text={name}" + (" with the name of the column to train on" if name == "NAME" else "")
-
-
-def used_keys(row_format: RowFormat) -> tuple[str, ...]:
-    """The keys of a row that its format reads."""
-    return (*FORMAT_KEYS[row_format], *OPTIONAL_KEYS.get(row_format, ()))
 
 
 def read_text(row: Row, row_format: RowFormat) -> str:
@@ -177,7 +169,7 @@ def read_tokens(row: Row, vocab_size: int) -> tuple[list[int], list[int]]:
 
 
 def select_train_messages(row: Row, conversation: Conversation, train_on: str) -> list[int]:
-    """The indices of the messages to train on: by role or the last answer, unless a message's own flag says more.
+    """The indices of the messages to train on: by role, or the last answer. A message's own flag overrides this.
 
     `weight` is such a flag, and with `flag` also `train`.
     """
@@ -203,7 +195,7 @@ def select_train_messages(row: Row, conversation: Conversation, train_on: str) -
 
 
 def read_flags(row: Row, messages: list[Message], names: tuple[str, ...] = ("weight",)) -> dict[int, bool]:
-    """The messages that say themselves whether they are trained on, under the first of the names that they have."""
+    """Maps the index of each flagged message to its flag. `names` are the keys of flags, in order of priority."""
     flags = {}
     for index, message in enumerate(messages):
         name = next((name for name in names if message.get(name) is not None), None)
@@ -282,7 +274,13 @@ def _read_message(row: Row, index: int, message: Any) -> Message:
     if isinstance(content, list):
         content = _join_parts(row, index, content)
         message = {**message, "content": content}
-    if message.get("tool_calls") or message.get("function_call"):
+    # Other names stay: some templates know only these.
+    if reasoning := message.get("reasoning") or message.get("thinking"):
+        message = {**message, "reasoning_content": message.get("reasoning_content") or reasoning}
+    if call := message.get("function_call"):
+        calls = [{"type": "function", "function": call}]
+        message = {**message, "tool_calls": message.get("tool_calls") or calls}
+    if message.get("tool_calls"):
         message = _parse_calls(row, index, message)
         if content is None:
             # A template would write null as the word None.
@@ -311,16 +309,16 @@ def _parse_calls(row: Row, index: int, message: Message) -> Message:
         arguments = _parse_json(row, name, function["arguments"] or "{}")
         if not isinstance(arguments, dict):
             raise row.error(f"{name} are not an object")
-        return {**function, "arguments": arguments}
+        return {**function, "arguments": Arguments(arguments, function["arguments"])}
 
     def parse_call(call: Any) -> Any:
         call = parse_arguments(call)
         return {**call, "function": parse_arguments(call["function"])} if "function" in call else call
 
-    calls = message.get("tool_calls") or []
+    calls = message["tool_calls"]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise row.error(f"message {index}: tool_calls is not a list of objects")
-    parsed = {"tool_calls": [parse_call(call) for call in calls]} if calls else {}
+    parsed = {"tool_calls": [parse_call(call) for call in calls]}
     if message.get("function_call"):
         parsed["function_call"] = parse_arguments(message["function_call"])
     return {**message, **parsed}
@@ -331,6 +329,15 @@ def _parse_json(row: Row, name: str, text: str) -> Any:
         return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise row.error(f"{name} is a string that is not JSON: {error}") from None
+
+
+def with_argument_texts(value: Any) -> Any:
+    """Messages with the JSON text of arguments, where they were parsed from one."""
+    if isinstance(value, Arguments):
+        return value.text
+    if isinstance(value, dict):
+        return {key: with_argument_texts(inner) for key, inner in value.items()}
+    return [with_argument_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_tools(row: Row) -> list[Any] | None:

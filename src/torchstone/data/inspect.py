@@ -37,8 +37,9 @@ MAX_GROUP = 32
 CONTEXT_TOKENS = 8
 BAR_WIDTH = 30
 TRAINED_STYLE, CONTEXT_STYLE = "1;32", "2"
-# Control and format characters, except those that join emoji, and the marks of the console itself.
-UNSAFE = regex.compile(r"[[\p{Cc}\p{Cf}\p{Zl}\p{Zp}⟦⟧]--[\u200c\u200d]]", regex.VERSION1)
+# Control and format characters, except those that join emoji, bytes of file names that are not UTF-8 (lone surrogates),
+# and the marks of the console itself.
+UNSAFE = regex.compile(r"[[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}⟦⟧]--[\u200c\u200d]]", regex.VERSION1)
 
 
 def inspect_sources(
@@ -103,8 +104,7 @@ def _source_report(
     bad_rows = _first_bad_rows(cache)
     count = min(rows, len(cache))
     indices = [number * (len(cache) - 1) // max(1, count - 1) for number in range(count)]
-    # A cache of an earlier version has only the lengths of what was kept.
-    lengths: np.ndarray = np.sort(cache.lengths if cache.row_lengths is None else cache.row_lengths).astype(np.int64)
+    lengths: np.ndarray = np.sort(cache.row_lengths).astype(np.int64)
     return {
         "name": cache.source.name,
         "shape": cache.row_format,
@@ -114,7 +114,6 @@ def _source_report(
         if not cache.counts.trained_tokens
         else None,
         "lengths": _length_statistics(lengths),
-        "lengths_note": _lengths_note(cache),
         "histogram": _histogram(lengths, context_length),
         "context_lengths": _context_length_table(lengths, context_length),
         "dropped": _dropped(cache, context_length, bad_rows),
@@ -178,9 +177,13 @@ def _context_length_table(lengths: np.ndarray, context_length: int) -> list[dict
         kept = int(np.searchsorted(lengths, choice, side="right"))
         rows, dropped = len(lengths) - kept, total - int(tokens_before[kept])
         truncated = dropped - rows * choice
-        shares = {"rows_share": rows / len(lengths), "dropped_share": dropped / total, "cut_share": truncated / total}
+        shares = {
+            "rows_share": rows / len(lengths),
+            "dropped_share": dropped / total,
+            "truncated_share": truncated / total,
+        }
         table.append(
-            {"context_length": choice, "rows": rows, "dropped_tokens": dropped, "cut_tokens": truncated} | shares
+            {"context_length": choice, "rows": rows, "dropped_tokens": dropped, "truncated_tokens": truncated} | shares
         )
     return table
 
@@ -222,17 +225,6 @@ def _dropped(cache: TokenCache, context_length: int, bad_rows: list[dict[str, An
             [] if has_cut_rows else counts.examples,
         ),
         (counts.dropped_pieces, "pieces of split rows without a loss token", []),
-    )
-
-
-def _lengths_note(cache: TokenCache) -> str | None:
-    counts = cache.counts
-    cut = counts.dropped_long + counts.dropped_untrained + counts.truncated_long + counts.split_long
-    if cache.row_lengths is not None or not cut:
-        return None
-    return (
-        f"the full lengths of {cut:,} long rows are unknown: an earlier version built {cache.folder}; remove it "
-        "to count them"
     )
 
 
@@ -357,10 +349,8 @@ def _summary(source: dict[str, Any], context_length: int) -> Iterator[str]:
     yield from _table(_count_table(source))
     if source["lengths"]:
         yield f"length of the rows in tokens: {_describe_lengths(source['lengths'])}"
-    if source["lengths_note"]:
-        yield escape(source["lengths_note"])
     yield from _bars(source["histogram"], context_length)
-    yield from _loss_lines(source["context_lengths"], context_length)
+    yield from _context_length_lines(source["context_lengths"], context_length)
     if source["refused"]:
         yield f"a run refuses this source: {source['refused']}"
     for title, entries in (("dropped", source["dropped"]), ("kept", source["notes"])):
@@ -418,10 +408,10 @@ def _bars(histogram: list[dict[str, int]], context_length: int) -> list[str]:
     return lines
 
 
-LOSS_TITLES = ("context_length", "longer rows", "tokens lost if dropped", "if truncated")
+CONTEXT_LENGTH_TITLES = ("context_length", "longer rows", "tokens lost if dropped", "if truncated")
 
 
-def _loss_rows(table: list[dict[str, Any]], context_length: int) -> list[tuple[str, ...]]:
+def _context_length_rows(table: list[dict[str, Any]], context_length: int) -> list[tuple[str, ...]]:
     """The table of context lengths as text; empty if every choice keeps everything."""
     if not table or not table[0]["rows"]:
         return []
@@ -430,20 +420,20 @@ def _loss_rows(table: list[dict[str, Any]], context_length: int) -> list[tuple[s
             f"{entry['context_length']:,}" + (" (now)" if entry["context_length"] == context_length else ""),
             f"{entry['rows']:,} ({100 * entry['rows_share']:.1f} %)",
             f"{entry['dropped_tokens']:,} ({100 * entry['dropped_share']:.1f} %)",
-            f"{entry['cut_tokens']:,} ({100 * entry['cut_share']:.1f} %)",
+            f"{entry['truncated_tokens']:,} ({100 * entry['truncated_share']:.1f} %)",
         )
         for entry in table
     ]
 
 
-def _loss_lines(table: list[dict[str, Any]], context_length: int) -> list[str]:
-    rows = _loss_rows(table, context_length)
+def _context_length_lines(table: list[dict[str, Any]], context_length: int) -> list[str]:
+    rows = _context_length_rows(table, context_length)
     if not rows:
         return []
-    widths = [max(map(len, column)) for column in zip(LOSS_TITLES, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(CONTEXT_LENGTH_TITLES, *rows, strict=True)]
     return [
         "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        for row in [LOSS_TITLES, *rows]
+        for row in [CONTEXT_LENGTH_TITLES, *rows]
     ]
 
 
@@ -475,26 +465,20 @@ def _html_source(source: dict[str, Any], context_length: int) -> str:
     lengths = (
         f"<p>Length of the rows in tokens: {_describe_lengths(source['lengths'])}</p>\n" if source["lengths"] else ""
     )
-    lengths += f"<p>{_html_escape(source['lengths_note'])}</p>\n" if source["lengths_note"] else ""
     refused = f"<p><b>A run refuses this source:</b> {source['refused']}</p>\n" if source["refused"] else ""
-    losses = _loss_rows(source["context_lengths"], context_length)
+    losses = _context_length_rows(source["context_lengths"], context_length)
     return (
         f"<h2>{_html_escape(source['name'])}</h2>\n"
         f"<p>{_html_escape(source['shape'])}, {_plural(source['files'], 'file')}</p>\n"
         f"{_html_table(_count_table(source))}{lengths}{_html_bars(source['histogram'], context_length)}"
-        f"{_html_rows([LOSS_TITLES, *losses]) if losses else ''}{refused}"
+        f"{_html_table([CONTEXT_LENGTH_TITLES, *losses]) if losses else ''}{refused}"
         f"{_html_reasons('Dropped', source['dropped'])}{_html_reasons('Kept', source['notes'])}"
         + "".join(map(_html_example, source["examples"]))
     )
 
 
-def _html_table(rows: list[tuple[str, str]]) -> str:
-    cells = "".join(f'<tr><td>{name}</td><td class="number">{value}</td></tr>\n' for name, value in rows)
-    return f"<table>\n{cells}</table>\n"
-
-
-def _html_rows(rows: list[tuple[str, ...]]) -> str:
-    cells = ("".join(f'<td class="number">{cell}</td>' for cell in row) for row in rows)
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    cells = (f"<td>{name}</td>" + "".join(f'<td class="number">{value}</td>' for value in rest) for name, *rest in rows)
     return "<table>\n" + "".join(f"<tr>{row}</tr>\n" for row in cells) + "</table>\n"
 
 

@@ -162,7 +162,7 @@ def load_data(
     default_total = None if config.model.path is None else FINE_TUNING_BATCH_SIZE
     batch_sizes = resolve_batch_sizes(training, shares_rows, data.context_length, default_rows, dp, default_total)
     caches = [tokenize_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
-    splits = [split_validation(cache.origins, data.validation_split, seed) for cache in caches]
+    splits = [split_validation(cache.origins, data.validation_split, seed, cache.source.num_texts) for cache in caches]
     train_parts = [_make_samples(data, cache, split[0]) for cache, split in zip(caches, splits, strict=True)]
     validation_parts = [
         _make_samples(data, cache, split[1]) for cache, split in zip(caches, splits, strict=True) if len(split[1])
@@ -236,7 +236,7 @@ def tokenize_source(
         source.row_format, max_length, "" if max_length is None else on_long_row, data.train_on, source.columns
     )
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
-    options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row)
+    options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row, needs_row_lengths=inspect_only)
     cache = open_cache(source, encoding, options, console, max_rows)
     if not inspect_only:
         log_counts(cache, console)

@@ -38,9 +38,9 @@ class Samples(ABC):
     @abstractmethod
     def get(self, index: int) -> list[TokenSequence]: ...
 
-    @abstractmethod
     def origin(self, index: int) -> str:
-        """`file:line` of the row that a sample starts with."""
+        """Where a sample comes from: `file:line` of its row. Packed text has no masked row to be told about."""
+        return f"sample {index}"
 
 
 class SequenceSamples(Samples):
@@ -83,9 +83,6 @@ class StreamSamples(Samples):
             sequences.append(self.cache.sequence(int(self.indices[document]), low, high))
         return sequences
 
-    def origin(self, index: int) -> str:
-        return self.cache.origin(int(self.indices[self._first[index]]))
-
 
 class BestFitSamples(Samples):
     """Rows of at most `row_length` tokens of complete documents. Packing takes seconds and is cached on disk."""
@@ -100,9 +97,6 @@ class BestFitSamples(Samples):
     def get(self, index: int) -> list[TokenSequence]:
         row = self.documents[self.offsets[index] : self.offsets[index + 1]]
         return [self.cache.sequence(int(document)) for document in row]
-
-    def origin(self, index: int) -> str:
-        return self.cache.origin(int(self.documents[self.offsets[index]]))
 
 
 class ConcatSamples(Samples):
@@ -132,10 +126,13 @@ def concat_samples(parts: Sequence[Samples]) -> Samples:
     return parts[0] if len(parts) == 1 else ConcatSamples(parts)
 
 
-def split_validation(origins: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_validation(
+    origins: np.ndarray, share: float, seed: int, num_texts: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and validation sequences: a random split that depends only on the seed.
 
-    Rows are split, not sequences: all pieces of a long row are on one side.
+    Rows are split, not sequences: all pieces of a long row are on one side. If the rows are pieces of `num_texts` large
+    text files, there may be too few of them for the share.
     """
     indices = np.arange(len(origins))
     if share <= 0:
@@ -143,12 +140,14 @@ def split_validation(origins: np.ndarray, share: float, seed: int) -> tuple[np.n
     row_of = np.cumsum(np.concatenate(([0], np.diff(origins) != 0)))
     num_rows = int(row_of[-1]) + 1
     num_validation = max(1, round(num_rows * share))
-    if num_validation >= num_rows:
+    is_too_large = num_texts is not None and num_rows > num_texts and num_validation > 2 * share * num_rows
+    if is_too_large or num_validation >= num_rows:
+        effect = f"holds out {num_validation}" if is_too_large else "leaves none for training"
         raise DataError(
-            f"data.validation_split {share:g} of {num_rows} rows leaves none for training",
-            "use a smaller --data.validation_split"
-            if num_rows > 1
-            else "a .txt file is one row: use --data.validation_path, or --data.format lines to make every line a row",
+            f"data.validation_split {share:g} of {num_rows} rows {effect}",
+            "use --data.validation_path, or for a .txt file --data.format lines, which makes every line a row"
+            if is_too_large or num_rows == 1
+            else "use a smaller --data.validation_split",
         )
     is_validation: np.ndarray = np.zeros(num_rows, dtype=bool)
     is_validation[np.random.default_rng([seed, 0x5EED]).permutation(num_rows)[:num_validation]] = True

@@ -43,7 +43,7 @@ ALL_TYPES = [name for types in FILE_TYPES for name in types]
 SUFFIXES = tuple(name + end for types in FILE_TYPES[:2] for name in types for end in ("", *COMPRESSIONS))
 # The columns that row formats read (formats.py). Others are not read: Python may not even be able to represent them.
 COLUMNS = set(get_args(Column))
-# Those that a row may lack.
+# Columns that a row may leave out.
 OPTIONAL_COLUMNS = {"labels", "len", "tools", "system", "unmask", "input", "history"}
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 UNSUPPORTED_SUFFIXES = (
@@ -55,7 +55,6 @@ SUPPORTED = f"{', '.join(ALL_TYPES)}; all but .parquet also with {' or '.join(CO
 # What `surrogateescape` makes of bytes that are not UTF-8.
 SURROGATE = re.compile("[\udc80-\udcff]")
 MAX_SHOWN = 100
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class BadRow(DataError):
@@ -67,9 +66,8 @@ class BadRow(DataError):
         hint = hint and _encodable(hint)
         shown = raw.strip()
         shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
-        # A row must not control the terminal.
-        shown = CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
-        super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [f"the row starts with {shown}", hint])))
+        shown = shown and f"the row starts with {shown}"
+        super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [shown, hint])) or None)
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
 
     def with_hint(self, hint: str) -> BadRow:
@@ -79,13 +77,13 @@ class BadRow(DataError):
 
 @dataclass(frozen=True)
 class Row:
-    """`starts_text` and `ends_text` are false for a piece of a text file that does not have its start or its end."""
+    """`has_text_start` and `has_text_end` are false for a piece of a text file that lacks its start or its end."""
 
     path: Path
     line: int
     value: dict[str, Any]
-    starts_text: bool = True
-    ends_text: bool = True
+    has_text_start: bool = True
+    has_text_end: bool = True
 
     def error(self, reason: str, hint: str | None = None) -> BadRow:
         try:
@@ -117,7 +115,7 @@ class Chunk(NamedTuple):
     num_rows: int | None
     end: ReadPosition
     bytes_done: int
-    ends_text: bool = True
+    has_text_end: bool = True
 
 
 def find_files(
@@ -177,32 +175,30 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """All chunks of `files` from `start` on, in order. With `text_lines` every line of a text file is a row.
 
-    Of a parquet file only the columns of row formats and the values of `columns` are read.
+    Of a parquet file only the columns of row formats and the values of `columns` are read. Raises DataError if a table
+    does not have one of `columns`.
     """
     for index in range(start.file, len(files)):
         path = files[index]
         position = start if index == start.file else ReadPosition(index)
         if path.is_dir():
-            yield from _datasets_chunks(path, position)
+            yield from _datasets_chunks(path, position, columns)
         elif path.suffix == ".parquet":
             yield from _parquet_chunks(path, position, columns)
         elif file_type(path) in DELIMITERS:
-            yield from _csv_chunks(path, position)
+            yield from _csv_chunks(path, position, columns)
         elif file_type(path) == ".txt":
             yield from _line_chunks(path, position, "text_lines") if text_lines else _text_chunks(path, position)
         else:
             yield from (_array_chunks if _is_array(path) else _line_chunks)(path, position)
 
 
-def parse_rows(
-    chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS, used: Collection[str] = COLUMNS
-) -> Iterator[Row | BadRow]:
+def parse_rows(chunk: Chunk, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row | BadRow]:
     """The rows of a chunk, and a BadRow for each bad one. Blank lines are not rows.
 
-    `columns` has our name for a column of the data: {"prompt": "question"}. `used` are our names of the columns that
-    will be used: in a table, a row with an unreadable value in another one is not bad.
+    `columns` has our name for a column of the data: {"prompt": "question"}.
     """
-    rows = _parse_rows(chunk, columns, used)
+    rows = _parse_rows(chunk, columns)
     if not columns:
         return rows
     return (row if isinstance(row, BadRow) else _rename_columns(row, columns) for row in rows)
@@ -210,21 +206,29 @@ def parse_rows(
 
 def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row | BadRow:
     value = row.value
-    for name, column in columns.items():
-        if column not in value and name not in OPTIONAL_COLUMNS:
-            similar = difflib.get_close_matches(column, value, n=1)
-            return row.error(
-                f"data.columns takes {name} from {column!r}, but the keys of this row are {', '.join(value) or 'none'}",
-                f"did you mean {name}={similar[0]}?" if similar else None,
-            )
+    try:
+        check_columns({name: c for name, c in columns.items() if name not in OPTIONAL_COLUMNS}, value)
+    except DataError as error:
+        return row.error(error.message, error.hint)
     others = {key: inner for key, inner in value.items() if key not in columns.values()}
     renamed = {name: value[column] for name, column in columns.items() if column in value}
     return replace(row, value=others | renamed)
 
 
-def _parse_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
+def check_columns(columns: Mapping[str, str], keys: Collection[str], prefix: str = "") -> None:
+    """Raises DataError if one of `columns` is not in `keys`."""
+    for name, column in columns.items():
+        if column not in keys:
+            similar = difflib.get_close_matches(column, keys, n=1)
+            raise DataError(
+                f"{prefix}data.columns takes {name} from {column!r}, but the keys are {', '.join(keys) or 'none'}",
+                f"did you mean {name}={similar[0]}?" if similar else None,
+            )
+
+
+def _parse_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadRow]:
     if chunk.kind == "arrow":
-        yield from _arrow_rows(chunk, columns, {columns.get(name, name) for name in used})
+        yield from _arrow_rows(chunk, columns)
     elif chunk.kind == "csv":
         yield from _csv_rows(chunk)
     elif chunk.kind == "text":
@@ -240,7 +244,7 @@ def _parse_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str])
 
 
 def read_row(row: Row, read: Callable[[Row], T]) -> T:
-    """What `read` makes of a row. Raises BadRow for any exception that is not ours: a row must not stop the others."""
+    """Returns `read(row)`. Raises BadRow for any exception that is not ours: a row must not stop the others."""
     try:
         return read(row)
     except (TorchstoneError, MemoryError):
@@ -384,14 +388,16 @@ def _text_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
         try:
             _skip(stream, offset)
             for piece, is_last in read_pieces(stream):
+                # A blank file has no row. A blank piece of another file belongs to its text.
+                is_row = offset > 0 or not is_last or _is_row(piece)
                 first, offset, line = line, offset + len(piece), line + piece.count(b"\n")
                 end = ReadPosition(start.file, offset, line)
-                yield Chunk("text", path, first, piece, int(_is_row(piece)), end, raw.tell(), is_last)
+                yield Chunk("text", path, first, piece, int(is_row), end, raw.tell(), is_last)
         except DECOMPRESSION_ERRORS as error:
             raise _damaged_file(path, line - 1, error) from None
 
 
-def _csv_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+def _csv_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
     """Resuming reads the file again up to `start`."""
     _check_beginning(path)
     number, line, lines = 0, 0, list[str]()
@@ -405,7 +411,9 @@ def _csv_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
             # The name keeps the stream open until the last chunk is made.
             stream = _decompress(path, raw)
             records = read_records(stream, DELIMITERS[file_type(path)])
-            header = json.dumps(_csv_header(path, next(records, (1, "the file is empty: it needs a header"))[1]))
+            names = _csv_header(path, next(records, (1, "the file is empty: it needs a header"))[1])
+            check_columns(columns, names, f"{path}: ")
+            header = json.dumps(names)
             size = 0
             for number, (line, fields) in enumerate(records, start=1):
                 if number <= start.offset:
@@ -437,7 +445,7 @@ def _csv_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
     for line, fields in records:
         reason = None
         if isinstance(fields, str):
-            reason, fields = fields, []
+            reason, fields = fields, None
         elif len(fields) != len(header):
             reason = f"{len(fields)} fields, but the header has {len(header)}"
         elif SURROGATE.search("".join(fields)):
@@ -445,7 +453,7 @@ def _csv_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
         if reason is None:
             yield Row(chunk.path, line, dict(zip(header, fields, strict=True)))
         else:
-            yield BadRow(chunk.path, line, reason, json.dumps(fields))
+            yield BadRow(chunk.path, line, reason, "" if fields is None else json.dumps(fields))
 
 
 def _text_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
@@ -454,7 +462,7 @@ def _text_rows(chunk: Chunk) -> Iterator[Row | BadRow]:
     start = chunk.end.offset - len(chunk.payload)
     payload = chunk.payload if start else chunk.payload.removeprefix(BOM)
     try:
-        yield Row(chunk.path, chunk.first_line, {"text": payload.decode()}, start == 0, chunk.ends_text)
+        yield Row(chunk.path, chunk.first_line, {"text": payload.decode()}, start == 0, chunk.has_text_end)
     except UnicodeDecodeError as error:
         line = chunk.first_line + payload.count(b"\n", 0, error.start)
         raw = payload[max(0, error.start - 50) : error.start + 50].decode("utf-8", "backslashreplace")
@@ -588,7 +596,8 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
     file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
-    # Without the columns that are needed, the error message still shows the names.
+    check_columns(columns, file.schema_arrow.names, f"{path}: ")
+    # If it has no known columns, the error message still shows the names.
     names = _columns_to_read(file.schema_arrow.names, columns) or None
     row = 0
     for group in range(file.num_row_groups):
@@ -623,7 +632,7 @@ def _datasets_split(path: Path) -> Path:
     raise UsageError(f"{path} has no split named train", f"use one of {', '.join(str(path / s) for s in splits)}")
 
 
-def _datasets_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
+def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
     try:
         import datasets
     except ImportError:
@@ -636,6 +645,7 @@ def _datasets_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     except Exception as error:
         # The library raises all kinds of errors for damaged files.
         raise DataError(f"{path}: not a readable datasets folder: {_one_line(error)}") from None
+    check_columns(columns, table.column_names, f"{path}: ")
     size = size_on_disk(path)
     for first in range(start.offset, len(table), CHUNK_ROWS):
         part = table[first : first + CHUNK_ROWS]
@@ -653,46 +663,35 @@ def _arrow_bytes(table: Any) -> bytes:
 
 
 def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """Those of the columns `names` that may be used; none if a column that is needed is missing."""
-    read = [name for name in names if name in COLUMNS or name in columns.values()]
-    is_complete = all(name in OPTIONAL_COLUMNS or column in read for name, column in columns.items())
-    return read if is_complete else []
+    """Those of the columns `names` that may be used."""
+    return [name for name in names if name in COLUMNS or name in columns.values()]
 
 
-def _arrow_rows(chunk: Chunk, columns: Mapping[str, str], used: Collection[str]) -> Iterator[Row | BadRow]:
+def _arrow_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadRow]:
     """Nulls are left out: Arrow has them where a JSON row would not have the key."""
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.payload).read_all()
     names = _columns_to_read(table.column_names, columns)
-    if not names:
-        # The error message still shows the names.
-        values = [dict.fromkeys(table.column_names, "…")] * len(table)
-    else:
-        try:
-            values = table.select(names).to_pylist()
-        except MemoryError:
-            raise
-        except Exception:
-            # Python cannot represent some value, such as a time after the year 9999.
-            yield from _arrow_rows_one_by_one(chunk, table.select(names), used)
-            return
+    # Without known columns, the error message still shows the names.
+    values = _arrow_values(table.select(names)) if names else [dict.fromkeys(table.column_names, "…")] * len(table)
     for line, value in enumerate(values, start=chunk.first_line):
-        yield Row(chunk.path, line, _drop_nulls(value))
+        if isinstance(value, dict):
+            yield Row(chunk.path, line, _drop_nulls(value))
+        else:
+            yield BadRow(chunk.path, line, f"cannot be read: {value}", "")
 
 
-def _arrow_rows_one_by_one(chunk: Chunk, table: Any, used: Collection[str]) -> Iterator[Row | BadRow]:
-    for index in range(len(table)):
-        value: dict[str, Any] = {}
-        errors: list[str] = []
-        for name in table.column_names:
-            try:
-                value[name] = table[name][index].as_py()
-            except Exception as error:
-                value[name] = "…"
-                errors += [f"cannot read the column {name}: {_one_line(error)}"] if name in used else []
-        row = Row(chunk.path, chunk.first_line + index, _drop_nulls(value))
-        yield row.error(errors[0]) if errors else row
+def _arrow_values(table: Any) -> list[dict[str, Any] | str]:
+    """The rows, or an error in place of one that Python cannot represent, such as a time after the year 9999."""
+    try:
+        return table.to_pylist()
+    except MemoryError:
+        raise
+    except Exception as error:
+        if len(table) == 1:
+            return [_one_line(error)]
+        return [value for index in range(len(table)) for value in _arrow_values(table.slice(index, 1))]
 
 
 def _drop_nulls(value: Any) -> Any:

@@ -10,11 +10,9 @@ shorter one. Where it does not, the mask would be a guess, and the row is refuse
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchstone.data.formats import Message
+from torchstone.data.formats import Message, with_argument_texts
 from torchstone.data.render_limits import RenderLimits
 from torchstone.errors import DataError, UsageError
 
@@ -82,11 +80,6 @@ class ChatTemplate:
         except Exception as error:
             raise UsageError(f"the chat template is invalid: {error}") from None
 
-    @cached_property
-    def quoted_words(self) -> frozenset[str]:
-        """The string literals of the template; a role that it treats in a way of its own is one of them."""
-        return frozenset(re.findall(r"""['"]([^'"\s]+)['"]""", self.source))
-
     def render_text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         return self.limits.run(lambda: self._render(messages, tools))
 
@@ -130,7 +123,7 @@ class ChatTemplate:
                 before = self._render(messages[:index], tools) if index else ""
                 after = self._render(messages[: index + 1], tools)
                 spans.append((start, len(_check_prefix(index - 1, before, text))))
-                start = max(start, len(_check_prefix(index, after, text)))
+                start = len(_check_prefix(index, after, text))
             return RenderedConversation(text, [span for span in [*spans, (start, len(text))] if span[0] < span[1]])
 
         return self.limits.run(render)
@@ -152,6 +145,16 @@ class ChatTemplate:
         return next((at for at, (a, b) in enumerate(zip(text, changed, strict=False)) if a != b), len(text))
 
     def _render(self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+        """Most templates want the arguments of a call as an object, but some concatenate them as a string."""
+        try:
+            return self._render_once(messages, tools, add_generation_prompt)
+        except DataError:
+            with_texts = with_argument_texts(list(messages))
+            if with_texts == messages:
+                raise
+            return self._render_once(with_texts, tools, add_generation_prompt)
+
+    def _render_once(self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         try:
             text = self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, tools=tools, documents=None,

@@ -40,7 +40,8 @@ def _last_break(block: bytes) -> int:
 def read_records(stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yields the first line of each record, and its fields or what is wrong with it. Blank lines are not records.
 
-    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`). Raises ValueError for a line that is too long.
+    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`). Raises ValueError for a line that is too long,
+    and for a quote that is not closed: everything after it would be one field.
     """
     csv.field_size_limit(max(csv.field_size_limit(), MAX_FIELD))
     reader = csv.reader(_read_lines(stream), delimiter=delimiter, strict=True)
@@ -51,15 +52,21 @@ def read_records(stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, list[
         except StopIteration:
             return
         except csv.Error as error:
-            is_open = "unexpected end" in str(error)
-            yield line, f"not CSV: {'a quote is not closed' if is_open else error}"
+            last = reader.line_num
+            if "unexpected end" in str(error):
+                raise ValueError(
+                    f'the quote that opens in line {line} is not closed (write "" for a quote within quotes)'
+                ) from None
+            yield line, f"not CSV: {error}" + (f" (lines {line} to {last} are read as one row)" if last > line else "")
             continue
         if fields:
             yield line, fields
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[str]:
+    bom = "\ufeff"
     while line := stream.readline(MAX_FIELD + 1):
         if len(line) > MAX_FIELD:
             raise ValueError(f"a line has more than {MAX_FIELD} bytes")
-        yield line.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
+        yield line.decode("utf-8", "surrogateescape").removeprefix(bom)
+        bom = ""

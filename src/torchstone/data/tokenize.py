@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchstone.data.encode import EncodingConfig
+from torchstone.data.encode import EncodingConfig, special_affixes
 from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat
 from torchstone.data.sources import NO_COLUMNS
 from torchstone.data.template import ChatTemplate, load_template
@@ -73,8 +73,7 @@ class Tokenizer:
     @cached_property
     def text_prefix(self) -> list[int]:
         """The special tokens that the tokenizer itself puts before every text, such as BOS."""
-        plain, special = self.encode("a"), self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
-        return special[: next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)]
+        return special_affixes(self.hf.backend_tokenizer)[0]
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -126,7 +125,7 @@ class Tokenizer:
         columns: Mapping[str, str] = NO_COLUMNS,
     ) -> EncodingConfig:
         has_template = row_format in CHAT_FORMATS or (row_format == "prompt" and isinstance(self.hf.chat_template, str))
-        # The size first: to_str() would count up to the largest id.
+        # `size` refuses huge ids first: to_str() loops up to the largest id.
         return EncodingConfig(
             vocab_size=self.size,
             tokenizer=self.hf.backend_tokenizer.to_str(),

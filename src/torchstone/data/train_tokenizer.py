@@ -26,7 +26,6 @@ from torchstone.data.formats import (
     read_conversation,
     read_prompt,
     read_text,
-    used_keys,
 )
 from torchstone.data.sources import BadRow, Row, parse_rows, read_row, size_on_disk
 from torchstone.data.template import ChatTemplate, load_template
@@ -247,7 +246,7 @@ class _TextReader:
         for path in source.files:
             file_starts.append(file_starts[-1] + size_on_disk(path))
         for chunk in source.read_chunks():
-            for row in parse_rows(chunk, source.columns, used_keys(source.row_format)):
+            for row in parse_rows(chunk, source.columns):
                 try:
                     if isinstance(row, BadRow):
                         raise row
@@ -302,7 +301,7 @@ def _add_bos(backend: Any) -> None:
     from tokenizers import processors
 
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, backend.token_to_id(BOS))]
+        single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
     )
 
 

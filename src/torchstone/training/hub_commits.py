@@ -91,15 +91,16 @@ def _saved_names(config: Config) -> list[HubName] | None:
 
 
 def _keep_commit(name: HubName, saved: Sequence[HubName], console: Console) -> HubName:
-    """The name with the commit that the checkpoint has for its repository; a warning if the hub has a newer one."""
-    commits = {other.revision for other in saved if (other.repo_type, other.repo) == (name.repo_type, name.repo)}
-    if name.is_pinned or len(commits) != 1:
+    """The name with the commit that the checkpoint has for its repository."""
+    others = [other for other in saved if (other.repo_type, other.repo) == (name.repo_type, name.repo)]
+    if name.is_pinned or not others:
         return name
-    (commit,) = commits
-    current = hub.current_commit(name)
-    if current not in (None, commit):
-        console.warn(
-            f"{name} is at commit {current} on the hub; the run continues with {commit}, with which it started "
-            "(start a new run with another --output-dir to use the new one)"
+    same_files = [other for other in others if other.path == name.path]
+    commit, *more = sorted({str(other.revision) for other in same_files or others})
+    if more:
+        raise UsageError(
+            f"{name}: the checkpoint has several commits of it: {', '.join(map(str, same_files or others))}",
+            "name the one that this path had: @COMMIT",
         )
+    console.info(f"{name}: the run continues with commit {commit}, with which it started")
     return replace(name, revision=commit)
