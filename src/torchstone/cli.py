@@ -225,7 +225,14 @@ class Commands:
             return
         if debug and preset not in (None, "debug"):
             raise UsageError(f"--debug means --preset debug, but --preset {preset} is given too")
-        resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps)
+        try:
+            resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps)
+        except UsageError as error:
+            saved = Path(output_dir or ".", "config.json")
+            if config is None and preset is None and output_dir is not None and saved.is_file():
+                hint = f"to continue the run in {output_dir}: torchstone train {saved}"
+                raise UsageError(error.message, hint) from None
+            raise
         if print_config:
             _print_json(to_dict(resolved))
             return
@@ -707,6 +714,8 @@ def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageE
         hint = explain_name(flag[2:], given_keys) if arg.startswith("--") and f"{flag}." in message else None
         if hint is not None:
             return UsageError(message, hint)
+    if message.startswith("Unused Tokens") and args[0] == "chat":
+        return UsageError(message, "--prompt TEXT asks one question")
     if suggestion and suggestion.rstrip("?.") not in args:
         return UsageError(message, f"did you mean {suggestion}")
     num_words = 0 if not args or "Unknown command" in message else 2 if args[0] in COMMAND_GROUPS else 1
