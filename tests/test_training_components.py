@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -577,6 +579,39 @@ class TestCheckpointing:
         atomic.clean_up(tmp_path, "step-*")
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
         manifest.verify_checkpoint(final)
+
+    @pytest.mark.parametrize("lock", [atomic.file_lock, lambda path: atomic.lock_run_folder(path.parent)])
+    @pytest.mark.parametrize("exists", [True, False])
+    def test_a_lock_that_is_a_link_is_refused_and_its_target_stays_as_it_was(
+        self, tmp_path: Path, lock: Callable[[Path], AbstractContextManager[object]], exists: bool
+    ) -> None:
+        if exists:
+            (tmp_path / "victim").write_text("precious")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/.lock").symlink_to("../victim")
+        with pytest.raises(UsageError, match=r"\.lock is a symbolic link"), lock(tmp_path / "run/.lock"):
+            pass
+        assert [path.read_text() for path in tmp_path.glob("victim")] == ["precious"] * exists
+
+    def test_links_in_the_place_of_folders_are_removed_and_never_followed(self, tmp_path: Path) -> None:
+        root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+        for folder in (root, elsewhere):
+            folder.mkdir()
+        (elsewhere / "manifest.json").write_text("precious")
+        for name in (".step-00000009.partial", ".step-00000008.removed", "step-00000001"):
+            (root / name).symlink_to(elsewhere)
+        (root / ".step-00000007.replaced").write_text("a file")
+        (root / "step-00000007").symlink_to("gone")
+        atomic.clean_up(root, "step-*9.*")
+        with manifest.commit_folder(root / "step-00000007") as folder:
+            (folder / "file").write_text("x")
+        (root / ".step-00000008.partial").symlink_to(elsewhere)
+        with manifest.commit_folder(root / "step-00000008") as folder:
+            (folder / "file").write_text("x")
+        assert prune_checkpoints(root, keep_last=1) == [1, 7]
+        atomic.clean_up(root, "step-*")
+        assert [path.name for path in root.iterdir()] == ["step-00000008"]
+        assert (elsewhere / "manifest.json").read_text() == "precious"
 
     def test_remove_old_keeps_the_newest_and_the_best(self, tmp_path: Path) -> None:
         for step in range(1, 6):
