@@ -16,7 +16,8 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from steps import train_step
 from tiny import make_llama
@@ -512,6 +513,38 @@ class TestCheckpointing:
             for key in ("exp_avg", "exp_avg_sq", "step"):
                 assert torch.equal(optimizer.state[a][key], restored_optimizer.state[b][key]), (name, key)
         assert {path.suffix for path in checkpoint.iterdir()} <= {".json", ".safetensors", ".jinja"}, "no pickle"
+
+    @pytest.mark.parametrize(
+        ("damage", "problem"),
+        [
+            (lambda key, tensor: {key: torch.zeros(()) if "/exp_avg" in key else tensor}, "/exp_avg has shape []"),
+            (lambda key, tensor: {key: tensor[..., :1] if "_sq" in key else tensor}, "/exp_avg_sq has shape ["),
+            (lambda key, tensor: {key: torch.zeros(1) if key.endswith("/step") else tensor}, "is not AdamW's"),
+            (lambda key, tensor: {} if key.endswith("/exp_avg_sq") else {key: tensor}, "is not AdamW's"),
+            (lambda key, tensor: {key.replace("exp_avg_sq", "square"): tensor}, "is not AdamW's"),
+            (lambda key, tensor: {key: tensor, key.replace("step", "max_exp_avg_sq"): tensor}, "is not AdamW's"),
+        ],
+    )
+    def test_optimizer_state_of_other_keys_or_shapes_is_refused(
+        self, checkpoint: Path, damage: Callable[[str, Tensor], dict[str, Tensor]], problem: str
+    ) -> None:
+        """Fused AdamW would write outside of its memory."""
+        path = checkpoint / "optimizer.safetensors"
+        damaged = [damage(key, tensor.clone()) for key, tensor in load_file(path).items()]
+        save_file({key: tensor.clone() for each in damaged for key, tensor in each.items()}, path)
+        restored = load_model(checkpoint, CPU)
+        with pytest.raises(CheckpointError, match=re.escape(problem)):
+            restore_optimizer(checkpoint, optimizer_for(restored), restored)
+
+    def test_the_step_count_is_fp32_whatever_its_dtype_in_the_file(self, checkpoint: Path) -> None:
+        """Fused AdamW reads four bytes of it."""
+        path = checkpoint / "optimizer.safetensors"
+        save_file({k: t.to(torch.uint8) if k.endswith("/step") else t for k, t in load_file(path).items()}, path)
+        restored = load_model(checkpoint, CPU)
+        optimizer = optimizer_for(restored)
+        restore_optimizer(checkpoint, optimizer, restored)
+        steps = [state["step"] for state in optimizer.state.values()]
+        assert {(step.item(), step.dtype) for step in steps} == {(1.0, torch.float32)}
 
     def test_transformers_loads_a_checkpoint_as_it_is(self, model: Model, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

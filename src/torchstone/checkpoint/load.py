@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
@@ -20,6 +19,8 @@ from torchstone.parallel.local_shards import local_shards, unfused_names
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 CHECKPOINTS = "checkpoints"
+# The state of AdamW: a scalar, and tensors that are shaped like the parameter.
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 
 def find_resume_checkpoint(
@@ -110,32 +111,36 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Reads this rank's slices of every parameter's optimizer state."""
+    """Reads this rank's slices of every parameter's optimizer state.
+
+    Fused AdamW does not compare shapes or dtypes: with other tensors than these it would write beyond their memory.
+    """
     files = ShardedFiles(shard_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
-    names = set(files.names)
-    state_keys: dict[str, list[str]] = {}
+    keys_of: dict[str, set[str]] = {}
     for full_name in files.names:
         parameter_name, _, key = full_name.rpartition("/")
-        state_keys.setdefault(parameter_name, []).append(key)
+        keys_of.setdefault(parameter_name, set()).add(key)
     for name, parameter in model.named_parameters():
-        first = unfused_names(model.decoder_config, name, parameter)[0]
-        state: dict[str, Tensor] = {}
-        for key in state_keys.get(first, []):
-            if files.shape(f"{first}/{key}") == ():
-                # Fused AdamW keeps its step count on the parameter's device.
-                state[key] = torch.zeros((), dtype=files.dtype(f"{first}/{key}"), device=parameter.device)
-                files.read_into(f"{first}/{key}", state[key], ())
-                continue
+        unfused = unfused_names(model.decoder_config, name, parameter)
+        if not any(each in keys_of for each in unfused):
+            # It has never had a gradient.
+            continue
+        for each in unfused:
+            if keys_of.get(each) != {STEP, *MOMENTS} or files.shape(f"{each}/{STEP}") != ():
+                expected = f"{', '.join(MOMENTS)} and the number {STEP}"
+                raise CheckpointError(f"{folder}: the optimizer state of {each} is not AdamW's: {expected}")
+        # Fused AdamW keeps its step count on the parameter's device.
+        state = {STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        files.read_into(f"{unfused[0]}/{STEP}", state[STEP], ())
+        for key in MOMENTS:
             state[key] = torch.zeros_like(parameter.detach())
             for shard in local_shards(model.decoder_config, name, state[key]):
                 full_name = f"{shard.name}/{key}"
-                if full_name not in names or files.shape(full_name) != shard.shape:
-                    raise CheckpointError(
-                        f"{folder}: the optimizer state of {shard.name} is missing or has the wrong shape"
-                    )
+                if files.shape(full_name) != shard.shape:
+                    shapes = f"{list(files.shape(full_name))}, and the parameter {list(shard.shape)}"
+                    raise CheckpointError(f"{folder}: the optimizer state {full_name} has shape {shapes}")
                 files.read_into(full_name, shard.tensor, shard.offset)
-        if state:
-            optimizer.state[parameter] = state
+        optimizer.state[parameter] = state
 
 
 def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Callable[[str], None]) -> None:
