@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from tiny import flags, make_llama
 from tiny_families import make_model
 from torchstone import api
-from torchstone.checkpoint.model_folder import load_model
+from torchstone.checkpoint.model_folder import check_model_folder, load_model
 from torchstone.checkpoint.save import full_unfused_parameters, hf_state_dict, save_model
 from torchstone.checkpoint.weight_files import save_weights
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
@@ -292,6 +294,31 @@ class TestDamaged:
         assert str(folder) in train_error(folder)
 
     @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            ({"num_labels": 10**9}, f"num_labels is {10**9}, more than 10000"),
+            ({"num_hidden_layers": 10**9}, f"num_hidden_layers is {10**9}, more than 10000"),
+            ({"n_layer": 10**9}, f"n_layer is {10**9}, more than 10000"),
+            ({"text_config": {"num_local_experts": [10**9]}}, f"num_local_experts is {10**9}, more than 10000"),
+            ({"vision_config": {"patch_size": 10**10}}, f"patch_size is {10**10}, more than {2**30}"),
+        ],
+    )
+    def test_an_absurd_size_anywhere_is_refused(
+        self, folder: Path, implementation: Any, changes: dict[str, Any], problem: str
+    ) -> None:
+        """Before Transformers makes a Python object for every layer and label, which takes all memory."""
+        set_config(**changes)(folder)
+        with pytest.raises(UsageError, match=f"config.json: does not describe a model: {problem}"):
+            load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
+
+    def test_layers_without_weights_are_refused_before_they_are_built(self, folder: Path, implementation: Any) -> None:
+        set_config(num_hidden_layers=10_000)(folder)
+        execution = ExecutionOptions(implementation=implementation)
+        for check in (load_model, partial(check_model_folder, dtype=torch.float32)):
+            with pytest.raises(CheckpointError, match=r"do not match config.json\n.*10000 layers, but \d\d tensors"):
+                check(folder, CPU, execution=execution)
+
+    @pytest.mark.parametrize(
         ("damage", "message"),
         [
             (move_a_shard_outside, f"{INDEX}: ../outside.safetensors is not in the folder"),
@@ -338,6 +365,30 @@ class TestDamagedNative:
         folder = make_model(tmp_path / "qwen", "qwen2", "plain")
         drop_from_config("layer_types")(folder)
         set_config(num_hidden_layers=10**12)(folder)
+        with pytest.raises(UsageError, match="config.json: does not describe a model"):
+            load_model(folder, CPU)
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_a_large_integer_theta_is_no_size(self, folder: Path, implementation: Any) -> None:
+        set_config(rope_parameters={"rope_type": "default", "rope_theta": 45 * 10**9})(folder)
+        load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
+
+    def test_the_layers_of_gpt2_have_two_names(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "gpt2", "gpt2", "untied")
+        drop_from_config("n_layer")(folder)
+        set_config(num_hidden_layers=10**9)(folder)
+        with pytest.raises(UsageError, match=f"num_hidden_layers is {10**9}, more than 10000"):
+            load_model(folder, CPU)
+
+    def test_sizes_whose_product_overflows_are_refused(self, train_error: TrainError, folder: Path) -> None:
+        """Each of them is allowed."""
+        heads = {"num_attention_heads": 2**30, "num_key_value_heads": 2**30, "head_dim": 2**30}
+        set_config(hidden_size=2**30, **heads)(folder)
+        assert "config.json: does not describe a model: a matrix" in train_error(folder, codes=(2,))
+
+    @pytest.mark.parametrize("theta", ["x", 10**400, 0, -1.0, math.nan, True, None, [1.0]], ids=lambda v: str(v)[:9])
+    def test_a_rope_theta_that_is_no_positive_number_is_refused(self, folder: Path, theta: object) -> None:
+        set_config(rope_parameters={"rope_type": "default", "rope_theta": theta})(folder)
         with pytest.raises(UsageError, match="config.json: does not describe a model"):
             load_model(folder, CPU)
 

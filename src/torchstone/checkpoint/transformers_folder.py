@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchstone.checkpoint.weight_files import list_names, open_tensors
+from torchstone.checkpoint.weight_files import check_layer_count, list_names, open_tensors
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.fallback.module import (
     FallbackModule,
@@ -39,6 +39,7 @@ from torchstone.models.fallback.probing import (
     is_positive,
     make_probe_batch,
 )
+from torchstone.models.families import check_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +61,10 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not a readable JSON file: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: not a JSON object")
+    try:
+        check_sizes(value)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: does not describe a model: {error}") from None
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"{folder}: is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
@@ -85,7 +90,7 @@ def load_fallback(
             f"the Transformers fallback does not support {dtype}", f"use one of {', '.join(map(str, TOLERANCES))}"
         )
     config = _read_transformers_config(folder, trust_remote_code)
-    _check_weight_files(folder)
+    _check_weight_files(folder, config)
     with fork_rng(device), capture_warnings() as captured:
         hf = _load_complete(folder, config, attention, dtype, trust_remote_code).to(device)
         module = FallbackModule(hf, None)
@@ -101,8 +106,7 @@ def load_fallback(
 
 def check_fallback_folder(folder: Path, trust_remote_code: bool = False) -> None:
     """Raises the errors of `load_fallback` that can be found without reading the weights."""
-    _read_transformers_config(folder, trust_remote_code)
-    _check_weight_files(folder)
+    _check_weight_files(folder, _read_transformers_config(folder, trust_remote_code))
 
 
 def save_fallback(module: FallbackModule, generation_config: bytes | None, folder: Path, rank: int = 0) -> None:
@@ -176,8 +180,10 @@ def _read_transformers_config(folder: Path, trust_remote_code: bool) -> Any:
     return config
 
 
-def _check_weight_files(folder: Path) -> None:
-    for name, file in open_tensors(folder).items():
+def _check_weight_files(folder: Path, config: Any) -> None:
+    tensors = open_tensors(folder)
+    check_layer_count(folder, getattr(config.get_text_config(), "num_hidden_layers", 0), tensors)
+    for name, file in tensors.items():
         dtype = file.tensors[name].dtype
         if name.endswith(".weight") and not dtype.is_floating_point:
             raise CheckpointError(f"{file.path}: {name} has dtype {dtype}, which cannot be trained")
