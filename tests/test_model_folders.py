@@ -368,6 +368,20 @@ class TestDamagedNative:
         with pytest.raises(UsageError, match="config.json: does not describe a model"):
             load_model(folder, CPU)
 
+    def test_deeply_nested_json_beside_the_model_counts_as_absent(self, folder: Path) -> None:
+        for name in ("state.json", "generation_config.json"):
+            (folder / name).write_text("[" * 100_000)
+        model = load_model(folder, CPU)
+        changes = model.align_special_tokens({})
+        assert changes == ["generation_config.json is not a JSON object; it will be rewritten"]
+        assert (model.implementation, model.generation_config) == ("native", None)
+
+    @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{"], ids=len)
+    def test_a_damaged_generation_config_is_not_exported(self, folder: Path, tmp_path: Path, content: str) -> None:
+        (folder / "generation_config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: damaged"):
+            api.export(str(folder), tmp_path / "out")
+
     @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     def test_a_large_integer_theta_is_no_size(self, folder: Path, implementation: Any) -> None:
         set_config(rope_parameters={"rope_type": "default", "rope_theta": 45 * 10**9})(folder)

@@ -24,7 +24,13 @@ from tiny import make_llama
 from torchstone import atomic
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.export import export_model
-from torchstone.checkpoint.load import resolve_model_folder, restore_optimizer, restore_rng_states
+from torchstone.checkpoint.load import (
+    find_resume_checkpoint,
+    read_state,
+    resolve_model_folder,
+    restore_optimizer,
+    restore_rng_states,
+)
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import best_step, mark_best, prune_checkpoints, save_checkpoint
 from torchstone.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainingConfig
@@ -545,6 +551,71 @@ class TestCheckpointing:
         restore_optimizer(checkpoint, optimizer, restored)
         steps = [state["step"] for state in optimizer.state.values()]
         assert {(step.item(), step.dtype) for step in steps} == {(1.0, torch.float32)}
+
+    @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            *(
+                ({key: value}, f"{key} is ")
+                for key in ("step", "samples", "tokens")
+                for value in ("x", None, -1, 1.5, True)
+            ),
+            ({"samples": 10**30}, "samples is 1000000"),
+            ({"stale_validations": []}, "stale_validations is [], not a whole number of at least 0"),
+            ({"best_step": "y"}, 'best_step is "y", not a whole number or null'),
+            ({"best_loss": "y"}, 'best_loss is "y", not a number or null'),
+            ({"pending_metrics": [1]}, "pending_metrics is [1], not the metrics of a step or null"),
+            ({"pending_metrics": {"samples": 1}}, 'pending_metrics is {"samples": 1}, not'),
+            ({"owed": 5}, "owed is 5, not an object or null"),
+            ({"owed": {"values": "x"}}, 'pending_metrics is "x"'),
+            ({"padding_row": "0"}, 'padding_row is "0", not a whole number or null'),
+            ({"metrics_start": None}, "metrics_start is null"),
+            ({"global_batch_size": "4"}, 'global_batch_size is "4"'),
+            ({"identity": []}, "identity is [], not an object"),
+            ({"formats": 5}, "formats is 5, not a list of strings"),
+            ({"formats": [["text"]]}, 'formats is [["text"]]'),
+            ({"hub": [5]}, "hub is [5]"),
+        ],
+        ids=str,
+    )
+    def test_values_of_state_json_have_their_types(
+        self, checkpoint: Path, changes: dict[str, Any], problem: str
+    ) -> None:
+        path = checkpoint / "state.json"
+        path.write_text(json.dumps(Progress().to_dict() | {"step": 1} | changes))
+        with pytest.raises(CheckpointError, match=re.escape(f"{path}: damaged: {problem}")):
+            read_state(checkpoint)
+
+    @pytest.mark.parametrize("content", ["{}", "[" * 100_000])
+    def test_a_state_json_without_a_step_cannot_be_resumed(self, checkpoint: Path, content: str) -> None:
+        path = checkpoint / "state.json"
+        path.write_text(content)
+        listed = manifest.read_json(checkpoint / "manifest.json")
+        listed["files"]["state.json"] = {"bytes": path.stat().st_size, "sha256": manifest.file_hash(path)}
+        manifest.write_json(checkpoint / "manifest.json", listed)
+        with pytest.raises(CheckpointError, match="state.json: damaged"):
+            find_resume_checkpoint(checkpoint.parent / "new", str(checkpoint), pytest.fail)
+
+    def test_a_padding_token_outside_the_vocabulary_is_refused(self, model: Model) -> None:
+        with pytest.raises(CheckpointError, match="the padding token 448 is not one of the model's 448 embeddings"):
+            model.padding_idx = 448
+
+    @pytest.mark.parametrize(
+        "states",
+        [
+            {"x": torch.zeros(1)},
+            {"cpu": torch.zeros(5056)},
+            {"cpu": torch.zeros(7).byte()},
+            {"cpu": torch.zeros(5056).byte()},
+        ],
+        ids=["no cpu", "float", "short", "zeros"],
+    )
+    def test_random_states_that_torch_refuses_are_a_damaged_file(
+        self, checkpoint: Path, states: dict[str, Tensor]
+    ) -> None:
+        save_file(states, checkpoint / "random.safetensors")
+        with pytest.raises(CheckpointError, match=r"random\.safetensors: damaged: not the states of random"):
+            restore_rng_states(checkpoint, SINGLE_PROCESS, 0, pytest.fail)
 
     def test_transformers_loads_a_checkpoint_as_it_is(self, model: Model, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -46,7 +46,7 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
     """The JSON object in a file. A missing or damaged file counts as empty."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchstone.atomic import new_folder
 from torchstone.checkpoint.load import read_state, resolve_model_folder
+from torchstone.checkpoint.manifest import read_json
 from torchstone.checkpoint.model_folder import fallback_reason, load_model, open_weights, read_model_config
 from torchstone.checkpoint.save import STATE_FILE, hf_state_dict, save_model, save_tokenizer, write_hf_config
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
@@ -79,6 +80,8 @@ def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> None:
     write_weights(open_weights(folder, model_type, config), WEIGHT_NAMES[model_type], shapes, dtype, target)
     write_hf_config(hf_config, family, dtype, target)
     if (folder / GENERATION_CONFIG).is_file():
+        # Transformers could not load a damaged one.
+        read_json(folder / GENERATION_CONFIG)
         (target / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
 
 

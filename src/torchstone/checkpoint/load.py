@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
-from torchstone.checkpoint.tensor_files import open_tensor_file
+from torchstone.checkpoint.tensor_files import name_damaged_file, open_tensor_file
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.model import Model
 from torchstone.parallel.local_shards import local_shards, unfused_names
@@ -21,6 +22,35 @@ from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 CHECKPOINTS = "checkpoints"
 # The state of AdamW: a scalar, and tensors that are shaped like the parameter.
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_metrics(value: object) -> bool:
+    """The metrics of a step, with those that the console shows."""
+    shown = {"step", "samples", "loss", "lr", "grad_norm", "epoch", "tok_s", "memory"}
+    return isinstance(value, dict) and shown <= value.keys() and all(isinstance(v, int | float) for v in value.values())
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+# What the values of state.json must be, in words and as a test. Older checkpoints do not have all of them.
+STATE_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("step", "samples", "tokens", "loss_tokens", "stale_validations", "metrics_start", "global_batch_size"),
+        ("a whole number of at least 0", _is_count),
+    ),
+    **dict.fromkeys(("best_step", "padding_row"), ("a whole number or null", lambda v: v is None or _is_count(v))),
+    "best_loss": ("a number or null", lambda v: isinstance(v, int | float | None)),
+    "pending_metrics": ("the metrics of a step or null", lambda v: v is None or _is_metrics(v)),
+    "owed": ("an object or null", lambda v: isinstance(v, dict | None)),
+    "identity": ("an object", lambda v: isinstance(v, dict)),
+    **dict.fromkeys(("formats", "hub"), ("a list of strings", _is_names)),
+}
 
 
 def find_resume_checkpoint(
@@ -107,7 +137,16 @@ def resolve_model_folder(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return manifest.read_json(folder / STATE_FILE)
+    """state.json. Every known key has a value of its type, and `step` is present."""
+    path = folder / STATE_FILE
+    state = manifest.read_json(path)
+    owed = state.get("owed")
+    # An older name of pending_metrics, one level down.
+    values = state | ({"pending_metrics": owed.get("values")} if isinstance(owed, dict) else {})
+    for key, (kind, is_valid) in STATE_TYPES.items():
+        if not is_valid(values.get(key)) and (key in values or key == "step"):
+            raise CheckpointError(f"{path}: damaged: {key} is {json.dumps(values.get(key)):.100}, not {kind}")
+    return state
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
@@ -152,9 +191,10 @@ def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Call
         torch.manual_seed(seed + read_state(folder)["step"])
         return
     states = open_tensor_file(path).tensors
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    with name_damaged_file(path, "damaged: not the states of random number generators"):
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 def _set_aside(damaged: list[Path], warn: Callable[[str], None], ctx: ParallelContext) -> None:

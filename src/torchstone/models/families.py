@@ -108,7 +108,9 @@ def new_hf_config(model_type: str, **sizes: Any) -> dict[str, Any]:
     try:
         check_sizes(keys)
     except ValueError as error:
-        raise UsageError(f"the new model is too large: {error}", "use a smaller --model.depth or --model.width") from None
+        raise UsageError(
+            f"the new model is too large: {error}", "use a smaller --model.depth or --model.width"
+        ) from None
     # Special tokens come from the tokenizer, not from the family's defaults.
     no_special_tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config = AutoConfig.for_model(model_type, **(no_special_tokens | keys | family.new_model_keys(sizes))).to_dict()
