@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from tiny import flags, make_llama
 from tiny_families import make_model
 from torchstone import api
-from torchstone.checkpoint.model_folder import check_model_folder, load_model
+from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import full_unfused_parameters, hf_state_dict, save_model
 from torchstone.checkpoint.weight_files import save_weights
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
@@ -296,10 +295,10 @@ class TestDamaged:
     @pytest.mark.parametrize(
         ("changes", "problem"),
         [
-            ({"num_labels": 10**9}, f"num_labels is {10**9}, more than 10000"),
-            ({"num_hidden_layers": 10**9}, f"num_hidden_layers is {10**9}, more than 10000"),
-            ({"n_layer": 10**9}, f"n_layer is {10**9}, more than 10000"),
-            ({"text_config": {"num_local_experts": [10**9]}}, f"num_local_experts is {10**9}, more than 10000"),
+            ({"num_labels": 10**9}, f"num_labels is {10**9}, more than 2048"),
+            ({"num_hidden_layers": 10**9}, f"num_hidden_layers is {10**9}, more than 2048"),
+            ({"n_layer": 2049}, "n_layer is 2049, more than 2048"),
+            ({"text_config": {"num_local_experts": [10**9]}}, f"num_local_experts is {10**9}, more than 2048"),
             ({"vision_config": {"patch_size": 10**10}}, f"patch_size is {10**10}, more than {2**30}"),
         ],
     )
@@ -310,13 +309,6 @@ class TestDamaged:
         set_config(**changes)(folder)
         with pytest.raises(UsageError, match=f"config.json: does not describe a model: {problem}"):
             load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
-
-    def test_layers_without_weights_are_refused_before_they_are_built(self, folder: Path, implementation: Any) -> None:
-        set_config(num_hidden_layers=10_000)(folder)
-        execution = ExecutionOptions(implementation=implementation)
-        for check in (load_model, partial(check_model_folder, dtype=torch.float32)):
-            with pytest.raises(CheckpointError, match=r"do not match config.json\n.*10000 layers, but \d\d tensors"):
-                check(folder, CPU, execution=execution)
 
     @pytest.mark.parametrize(
         ("damage", "message"),
@@ -376,6 +368,30 @@ class TestDamagedNative:
         assert changes == ["generation_config.json is not a JSON object; it will be rewritten"]
         assert (model.implementation, model.generation_config) == ("native", None)
 
+    @pytest.mark.parametrize("name", ["../../x", "a\0b", "\ud800", "x" * 300], ids=["outside", "NUL", "half", "long"])
+    def test_chat_templates_that_cannot_be_saved_are_refused_at_the_start(
+        self, train_error: TrainError, folder: Path, tmp_path: Path, name: str
+    ) -> None:
+        path = folder / "tokenizer_config.json"
+        templates = [{"name": "default", "template": "x"}, {"name": name, "template": "y"}]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        assert "has a name that cannot be a file's" in train_error(folder, codes=(2,))
+        with pytest.raises(UsageError, match="has a name that cannot be a file's"):
+            api.export(str(folder), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_folder_whose_name_is_not_utf8_is_refused_at_the_start(
+        self, torchstone: Command, settings: Settings, folder: Path, tmp_path: Path
+    ) -> None:
+        """The tokenizer could not be saved there, after the training."""
+        for args in (
+            ("train", *flags(settings(training__max_steps=1, output_dir=f"{tmp_path}/run-\udcff"))),
+            ("export", folder, f"{tmp_path}/out-\udcff"),
+        ):
+            code, _, err = torchstone(*args)
+            assert (code, "is not UTF-8" in err) == (2, True), err
+
     @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{"], ids=len)
     def test_a_damaged_generation_config_is_not_exported(self, folder: Path, tmp_path: Path, content: str) -> None:
         (folder / "generation_config.json").write_text(content)
@@ -383,16 +399,30 @@ class TestDamagedNative:
             api.export(str(folder), tmp_path / "out")
 
     @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-    def test_a_large_integer_theta_is_no_size(self, folder: Path, implementation: Any) -> None:
-        set_config(rope_parameters={"rope_type": "default", "rope_theta": 45 * 10**9})(folder)
+    def test_a_large_integer_that_is_no_size_is_allowed(self, folder: Path, implementation: Any) -> None:
+        rope = {"rope_type": "default", "rope_theta": 45 * 10**9}
+        set_config(rope_parameters=rope, model_max_length=10**30)(folder)
         load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
 
     def test_the_layers_of_gpt2_have_two_names(self, tmp_path: Path) -> None:
         folder = make_model(tmp_path / "gpt2", "gpt2", "untied")
         drop_from_config("n_layer")(folder)
         set_config(num_hidden_layers=10**9)(folder)
-        with pytest.raises(UsageError, match=f"num_hidden_layers is {10**9}, more than 10000"):
+        with pytest.raises(UsageError, match=f"num_hidden_layers is {10**9}, more than 2048"):
             load_model(folder, CPU)
+
+    @pytest.mark.parametrize(
+        ("sizes", "problem"),
+        [
+            ({"model__depth": 2049}, "model.depth 2049 is more than 2048"),
+            ({"model__width": 2**30, "model__mlp_width": 2**30}, "do not fit together: a matrix of the model"),
+        ],
+    )
+    def test_a_new_model_of_absurd_sizes_is_refused(
+        self, torchstone: Command, settings: Settings, sizes: dict[str, int], problem: str
+    ) -> None:
+        code, _, err = torchstone("train", *flags(settings(**sizes)))
+        assert (code, problem in err) == (2, True), err
 
     def test_sizes_whose_product_overflows_are_refused(self, train_error: TrainError, folder: Path) -> None:
         """Each of them is allowed."""

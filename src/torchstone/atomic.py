@@ -5,7 +5,6 @@ Also a file lock, and a reader for JSON files that may be missing or damaged.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -106,6 +105,7 @@ def lock_run_folder(folder: Path) -> Iterator[int]:
 
     Child processes that inherit the file share the lock. It ends with the last of them.
     """
+    check_utf8(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _open_lock(folder / ".lock") as lock:
         try:
@@ -115,15 +115,19 @@ def lock_run_folder(folder: Path) -> Iterator[int]:
         yield lock.fileno()
 
 
-def _open_lock(path: Path) -> IO[bytes]:
-    """Opens or creates a lock file without changing it. A link is refused: a folder that was copied from elsewhere must
-    not name a file outside of it."""
+def check_utf8(folder: Path) -> None:
+    """Raises if models cannot be saved in a folder because its name is not UTF-8, which tokenizers and torch need."""
     try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise UsageError(f"{path} is a symbolic link, not a lock file", "remove it") from None
-        raise
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the name of the folder {str(folder)!r} is not UTF-8", "choose another folder") from None
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    """Opens or creates a lock without changing it. A folder from elsewhere must not name a file outside of it."""
+    if path.is_symlink():
+        raise UsageError(f"{path} is a symbolic link, not a lock file", "remove it")
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
 
 
 def is_locked(path: Path) -> bool:

@@ -29,13 +29,8 @@ def _is_count(value: object) -> bool:
 
 
 def _is_metrics(value: object) -> bool:
-    """The metrics of a step, with those that the console shows."""
     shown = {"step", "samples", "loss", "lr", "grad_norm", "epoch", "tok_s", "memory"}
     return isinstance(value, dict) and shown <= value.keys() and all(isinstance(v, int | float) for v in value.values())
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 # What the values of state.json must be, in words and as a test. Older checkpoints do not have all of them.
@@ -49,7 +44,10 @@ STATE_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "pending_metrics": ("the metrics of a step or null", lambda v: v is None or _is_metrics(v)),
     "owed": ("an object or null", lambda v: isinstance(v, dict | None)),
     "identity": ("an object", lambda v: isinstance(v, dict)),
-    **dict.fromkeys(("formats", "hub"), ("a list of strings", _is_names)),
+    **dict.fromkeys(
+        ("formats", "hub"),
+        ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v)),
+    ),
 }
 
 
@@ -140,9 +138,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     """state.json. Every known key has a value of its type, and `step` is present."""
     path = folder / STATE_FILE
     state = manifest.read_json(path)
-    owed = state.get("owed")
     # An older name of pending_metrics, one level down.
-    values = state | ({"pending_metrics": owed.get("values")} if isinstance(owed, dict) else {})
+    values = state | ({"pending_metrics": state["owed"].get("values")} if isinstance(state.get("owed"), dict) else {})
     for key, (kind, is_valid) in STATE_TYPES.items():
         if not is_valid(values.get(key)) and (key in values or key == "step"):
             raise CheckpointError(f"{path}: damaged: {key} is {json.dumps(values.get(key)):.100}, not {kind}")
@@ -150,10 +147,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Reads this rank's slices of every parameter's optimizer state.
-
-    Fused AdamW does not compare shapes or dtypes: with other tensors than these it would write beyond their memory.
-    """
+    """Reads this rank's slices of every parameter's optimizer state. Fused AdamW would write beyond too small a tensor."""
     files = ShardedFiles(shard_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
     keys_of: dict[str, set[str]] = {}
     for full_name in files.names:
@@ -166,8 +160,7 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
             continue
         for each in unfused:
             if keys_of.get(each) != {STEP, *MOMENTS} or files.shape(f"{each}/{STEP}") != ():
-                expected = f"{', '.join(MOMENTS)} and the number {STEP}"
-                raise CheckpointError(f"{folder}: the optimizer state of {each} is not AdamW's: {expected}")
+                raise CheckpointError(f"{folder}: the optimizer state of {each} is not AdamW's: step and {MOMENTS}")
         # Fused AdamW keeps its step count on the parameter's device.
         state = {STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
         files.read_into(f"{unfused[0]}/{STEP}", state[STEP], ())
@@ -176,7 +169,7 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
             for shard in local_shards(model.decoder_config, name, state[key]):
                 full_name = f"{shard.name}/{key}"
                 if files.shape(full_name) != shard.shape:
-                    shapes = f"{list(files.shape(full_name))}, and the parameter {list(shard.shape)}"
+                    shapes = f"{list(files.shape(full_name))}, not {list(shard.shape)}"
                     raise CheckpointError(f"{folder}: the optimizer state {full_name} has shape {shapes}")
                 files.read_into(full_name, shard.tensor, shard.offset)
         optimizer.state[parameter] = state

@@ -20,7 +20,7 @@ from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import read_shapes
 from torchstone.checkpoint.transformers_folder import check_fallback_folder, load_fallback, read_hf_config
-from torchstone.checkpoint.weight_files import WeightFiles, check_layer_count, open_tensors, weight_file_paths
+from torchstone.checkpoint.weight_files import WeightFiles, weight_file_paths
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.errors import CheckpointError, UsageError, is_out_of_memory
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder, DecoderConfig
@@ -165,13 +165,12 @@ def check_new_model(
 
 def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles:
     """A folder's weights, checked by name and shape. A checkpoint of several ranks has sharded files."""
-    paths = shard_files(folder, WEIGHTS)
-    files = ShardedFiles(paths) if paths else None
-    check_layer_count(folder, config.depth, open_tensors(folder) if files is None else files.names)
     with torch.device("meta"):
         decoder = Decoder(config)
-    if files is None:
+    paths = shard_files(folder, WEIGHTS)
+    if not paths:
         return WeightFiles(folder, WEIGHT_NAMES[model_type], decoder)
+    files = ShardedFiles(paths)
     expected = {name: tuple(parameter.shape) for name, parameter in decoder.unfused_parameters().items()}
     shapes = {name: tuple(files.shape(name)) for name in files.names}
     wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchstone.checkpoint.weight_files import check_layer_count, list_names, open_tensors
+from torchstone.checkpoint.weight_files import list_names, open_tensors
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.fallback.module import (
     FallbackModule,
@@ -90,7 +90,7 @@ def load_fallback(
             f"the Transformers fallback does not support {dtype}", f"use one of {', '.join(map(str, TOLERANCES))}"
         )
     config = _read_transformers_config(folder, trust_remote_code)
-    _check_weight_files(folder, config)
+    _check_weight_files(folder)
     with fork_rng(device), capture_warnings() as captured:
         hf = _load_complete(folder, config, attention, dtype, trust_remote_code).to(device)
         module = FallbackModule(hf, None)
@@ -106,7 +106,8 @@ def load_fallback(
 
 def check_fallback_folder(folder: Path, trust_remote_code: bool = False) -> None:
     """Raises the errors of `load_fallback` that can be found without reading the weights."""
-    _check_weight_files(folder, _read_transformers_config(folder, trust_remote_code))
+    _read_transformers_config(folder, trust_remote_code)
+    _check_weight_files(folder)
 
 
 def save_fallback(module: FallbackModule, generation_config: bytes | None, folder: Path, rank: int = 0) -> None:
@@ -180,10 +181,8 @@ def _read_transformers_config(folder: Path, trust_remote_code: bool) -> Any:
     return config
 
 
-def _check_weight_files(folder: Path, config: Any) -> None:
-    tensors = open_tensors(folder)
-    check_layer_count(folder, getattr(config.get_text_config(), "num_hidden_layers", 0), tensors)
-    for name, file in tensors.items():
+def _check_weight_files(folder: Path) -> None:
+    for name, file in open_tensors(folder).items():
         dtype = file.tensors[name].dtype
         if name.endswith(".weight") and not dtype.is_floating_point:
             raise CheckpointError(f"{file.path}: {name} has dtype {dtype}, which cannot be trained")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 
@@ -154,14 +154,6 @@ def open_tensors(folder: Path) -> dict[str, TensorFile]:
                 raise CheckpointError(f"{folder}: {name} is in {tensors[name].path.name} and in {file.path.name}")
             tensors[name] = file
     return tensors
-
-
-def check_layer_count(folder: Path, layers: int, tensors: Sized) -> None:
-    """Raises if files with so few tensors cannot have all layers: building thousands of them takes minutes."""
-    if layers > len(tensors):
-        raise CheckpointError(
-            f"{folder}: the weights do not match config.json", f"{layers} layers, but {len(tensors)} tensors"
-        )
 
 
 def weight_file_paths(folder: Path) -> list[Path]:

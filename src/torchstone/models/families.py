@@ -32,10 +32,11 @@ ACTIVATION_KEYS = {
     "gemma3_text": "hidden_activation",
     "gpt2": "activation_function",
 }
-# A config.json with larger values is damaged; building its model would take all memory or never end. Every layer, expert
-# and label becomes a Python object; GPT-2 and others have their own keys for them.
-MAX_COUNT, MAX_SIZE = 10_000, 2**30
+# A config.json with larger values is damaged; building its model would take all memory or never end. Every layer,
+# expert and label becomes a Python object; several families have their own keys for them.
+MAX_COUNT, MAX_SIZE = 2**11, 2**30
 COUNT_KEY = re.compile(r"((n|num|decoder|encoder)_(\w+_)?layers?|(n|num)_(\w+_)?(blocks|experts|labels))")
+NOT_A_SIZE = re.compile(r"theta|base|freq|seed|model_max_length")
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 # Our names for the sizes, and the config keys of most families.
 SIZE_KEYS = {
@@ -76,17 +77,13 @@ class Family:
 
 
 def check_sizes(value: Any, key: str = "") -> None:
-    """Raises ValueError if a size anywhere in a config.json is absurd. A RoPE's theta is an integer, but not a size."""
-    if isinstance(value, dict):
-        for name, each in value.items():
+    """Raises ValueError if a size anywhere in a config.json is absurd."""
+    if isinstance(value, dict | list):
+        for name, each in value.items() if isinstance(value, dict) else ((key, each) for each in value):
             check_sizes(each, name)
-    elif isinstance(value, list):
-        for each in value:
-            check_sizes(each, key)
-    elif type(value) is int and "theta" not in key:
-        limit = MAX_COUNT if COUNT_KEY.fullmatch(key) else MAX_SIZE
-        if value > limit:
-            raise ValueError(f"{key} is {value}, more than {limit}")
+    limit = MAX_COUNT if COUNT_KEY.fullmatch(key) else MAX_SIZE
+    if type(value) is int and value > limit and not NOT_A_SIZE.search(key):
+        raise ValueError(f"{key} is {value}, more than {limit}")
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:
@@ -105,12 +102,6 @@ def new_hf_config(model_type: str, **sizes: Any) -> dict[str, Any]:
 
     family = FAMILIES[model_type]
     keys = {family.size_keys[name]: value for name, value in sizes.items() if name in family.size_keys}
-    try:
-        check_sizes(keys)
-    except ValueError as error:
-        raise UsageError(
-            f"the new model is too large: {error}", "use a smaller --model.depth or --model.width"
-        ) from None
     # Special tokens come from the tokenizer, not from the family's defaults.
     no_special_tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config = AutoConfig.for_model(model_type, **(no_special_tokens | keys | family.new_model_keys(sizes))).to_dict()
