@@ -147,7 +147,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Reads this rank's slices of every parameter's optimizer state. Fused AdamW would write beyond too small a tensor."""
+    """Reads this rank's slices of every parameter's optimizer state; fused AdamW does not check its tensors."""
     files = ShardedFiles(shard_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
     keys_of: dict[str, set[str]] = {}
     for full_name in files.names:
@@ -160,7 +160,7 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
             continue
         for each in unfused:
             if keys_of.get(each) != {STEP, *MOMENTS} or files.shape(f"{each}/{STEP}") != ():
-                raise CheckpointError(f"{folder}: the optimizer state of {each} is not AdamW's: step and {MOMENTS}")
+                raise CheckpointError(f"{folder}: the optimizer state of {each} is not AdamW's: step, exp_avg, exp_avg_sq")
         # Fused AdamW keeps its step count on the parameter's device.
         state = {STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
         files.read_into(f"{unfused[0]}/{STEP}", state[STEP], ())
