@@ -160,7 +160,7 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
             continue
         for each in unfused:
             if keys_of.get(each) != {STEP, *MOMENTS} or files.shape(f"{each}/{STEP}") != ():
-                raise CheckpointError(f"{folder}: the optimizer state of {each} is not AdamW's: step, exp_avg, exp_avg_sq")
+                raise CheckpointError(f"{folder}: the state of {each} is not AdamW's: step, exp_avg, exp_avg_sq")
         # Fused AdamW keeps its step count on the parameter's device.
         state = {STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
         files.read_into(f"{unfused[0]}/{STEP}", state[STEP], ())
