@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -292,6 +293,24 @@ class TestDamaged:
         assert str(folder) in train_error(folder)
 
     @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            ({"num_labels": 10**9}, f"num_labels is {10**9}, more than 2048"),
+            ({"num_hidden_layers": 10**9}, f"num_hidden_layers is {10**9}, more than 2048"),
+            ({"n_layer": 2049}, "n_layer is 2049, more than 2048"),
+            ({"text_config": {"num_local_experts": [10**9]}}, f"num_local_experts is {10**9}, more than 2048"),
+            ({"vision_config": {"patch_size": 10**10}}, f"patch_size is {10**10}, more than {2**30}"),
+        ],
+    )
+    def test_an_absurd_size_anywhere_is_refused(
+        self, folder: Path, implementation: Any, changes: dict[str, Any], problem: str
+    ) -> None:
+        """Before Transformers makes a Python object for every layer and label, which takes all memory."""
+        set_config(**changes)(folder)
+        with pytest.raises(UsageError, match=f"config.json: does not describe a model: {problem}"):
+            load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
+
+    @pytest.mark.parametrize(
         ("damage", "message"),
         [
             (move_a_shard_outside, f"{INDEX}: ../outside.safetensors is not in the folder"),
@@ -338,6 +357,82 @@ class TestDamagedNative:
         folder = make_model(tmp_path / "qwen", "qwen2", "plain")
         drop_from_config("layer_types")(folder)
         set_config(num_hidden_layers=10**12)(folder)
+        with pytest.raises(UsageError, match="config.json: does not describe a model"):
+            load_model(folder, CPU)
+
+    def test_deeply_nested_json_beside_the_model_counts_as_absent(self, folder: Path) -> None:
+        for name in ("state.json", "generation_config.json"):
+            (folder / name).write_text("[" * 100_000)
+        model = load_model(folder, CPU)
+        changes = model.align_special_tokens({})
+        assert changes == ["generation_config.json is not a JSON object; it will be rewritten"]
+        assert (model.implementation, model.generation_config) == ("native", None)
+
+    @pytest.mark.parametrize("name", ["../../x", "a\0b", "\ud800", "x" * 300], ids=["outside", "NUL", "half", "long"])
+    def test_chat_templates_that_cannot_be_saved_are_refused_at_the_start(
+        self, train_error: TrainError, folder: Path, tmp_path: Path, name: str
+    ) -> None:
+        path = folder / "tokenizer_config.json"
+        templates = [{"name": "default", "template": "x"}, {"name": name, "template": "y"}]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        assert "has a name that cannot be a file's" in train_error(folder, codes=(2,))
+        with pytest.raises(UsageError, match="has a name that cannot be a file's"):
+            api.export(str(folder), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_folder_whose_name_is_not_utf8_is_refused_at_the_start(
+        self, torchstone: Command, settings: Settings, folder: Path, tmp_path: Path
+    ) -> None:
+        """The tokenizer could not be saved there, after the training."""
+        for args in (
+            ("train", *flags(settings(training__max_steps=1, output_dir=f"{tmp_path}/run-\udcff"))),
+            ("export", folder, f"{tmp_path}/out-\udcff"),
+        ):
+            code, _, err = torchstone(*args)
+            assert (code, "is not UTF-8" in err) == (2, True), err
+
+    @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{"], ids=len)
+    def test_a_damaged_generation_config_is_not_exported(self, folder: Path, tmp_path: Path, content: str) -> None:
+        (folder / "generation_config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: damaged"):
+            api.export(str(folder), tmp_path / "out")
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_a_large_integer_that_is_no_size_is_allowed(self, folder: Path, implementation: Any) -> None:
+        rope = {"rope_type": "default", "rope_theta": 45 * 10**9}
+        set_config(rope_parameters=rope, model_max_length=10**30)(folder)
+        load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
+
+    def test_the_layers_of_gpt2_have_two_names(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "gpt2", "gpt2", "untied")
+        drop_from_config("n_layer")(folder)
+        set_config(num_hidden_layers=10**9)(folder)
+        with pytest.raises(UsageError, match=f"num_hidden_layers is {10**9}, more than 2048"):
+            load_model(folder, CPU)
+
+    @pytest.mark.parametrize(
+        ("sizes", "problem"),
+        [
+            ({"model__depth": 2049}, "model.depth 2049 is more than 2048"),
+            ({"model__width": 2**30, "model__mlp_width": 2**30}, "do not fit together: a matrix of the model"),
+        ],
+    )
+    def test_a_new_model_of_absurd_sizes_is_refused(
+        self, torchstone: Command, settings: Settings, sizes: dict[str, int], problem: str
+    ) -> None:
+        code, _, err = torchstone("train", *flags(settings(**sizes)))
+        assert (code, problem in err) == (2, True), err
+
+    def test_sizes_whose_product_overflows_are_refused(self, train_error: TrainError, folder: Path) -> None:
+        """Each of them is allowed."""
+        heads = {"num_attention_heads": 2**30, "num_key_value_heads": 2**30, "head_dim": 2**30}
+        set_config(hidden_size=2**30, **heads)(folder)
+        assert "config.json: does not describe a model: a matrix" in train_error(folder, codes=(2,))
+
+    @pytest.mark.parametrize("theta", ["x", 10**400, 0, -1.0, math.nan, True, None, [1.0]], ids=lambda v: str(v)[:9])
+    def test_a_rope_theta_that_is_no_positive_number_is_refused(self, folder: Path, theta: object) -> None:
+        set_config(rope_parameters={"rope_type": "default", "rope_theta": theta})(folder)
         with pytest.raises(UsageError, match="config.json: does not describe a model"):
             load_model(folder, CPU)
 

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,21 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from steps import train_step
 from tiny import make_llama
 from torchstone import atomic
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.export import export_model
-from torchstone.checkpoint.load import resolve_model_folder, restore_optimizer, restore_rng_states
+from torchstone.checkpoint.load import (
+    find_resume_checkpoint,
+    read_state,
+    resolve_model_folder,
+    restore_optimizer,
+    restore_rng_states,
+)
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import best_step, mark_best, prune_checkpoints, save_checkpoint
 from torchstone.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainingConfig
@@ -536,6 +545,103 @@ class TestCheckpointing:
                 assert torch.equal(optimizer.state[a][key], restored_optimizer.state[b][key]), (name, key)
         assert {path.suffix for path in checkpoint.iterdir()} <= {".json", ".safetensors", ".jinja"}, "no pickle"
 
+    @pytest.mark.parametrize(
+        ("damage", "problem"),
+        [
+            (lambda key, tensor: {key: torch.zeros(()) if "/exp_avg" in key else tensor}, "/exp_avg has shape []"),
+            (lambda key, tensor: {key: tensor[..., :1] if "_sq" in key else tensor}, "/exp_avg_sq has shape ["),
+            (lambda key, tensor: {key: torch.zeros(1) if key.endswith("/step") else tensor}, "is not AdamW's"),
+            (lambda key, tensor: {} if key.endswith("/exp_avg_sq") else {key: tensor}, "is not AdamW's"),
+            (lambda key, tensor: {key.replace("exp_avg_sq", "square"): tensor}, "is not AdamW's"),
+            (lambda key, tensor: {key: tensor, key.replace("step", "max_exp_avg_sq"): tensor}, "is not AdamW's"),
+        ],
+    )
+    def test_optimizer_state_of_other_keys_or_shapes_is_refused(
+        self, checkpoint: Path, damage: Callable[[str, Tensor], dict[str, Tensor]], problem: str
+    ) -> None:
+        """Fused AdamW would write outside of its memory."""
+        path = checkpoint / "optimizer.safetensors"
+        damaged = [damage(key, tensor.clone()) for key, tensor in load_file(path).items()]
+        save_file({key: tensor.clone() for each in damaged for key, tensor in each.items()}, path)
+        restored = load_model(checkpoint, CPU)
+        with pytest.raises(CheckpointError, match=re.escape(problem)):
+            restore_optimizer(checkpoint, optimizer_for(restored), restored)
+
+    def test_the_step_count_is_fp32_whatever_its_dtype_in_the_file(self, checkpoint: Path) -> None:
+        """Fused AdamW reads four bytes of it."""
+        path = checkpoint / "optimizer.safetensors"
+        save_file({k: t.to(torch.uint8) if k.endswith("/step") else t for k, t in load_file(path).items()}, path)
+        restored = load_model(checkpoint, CPU)
+        optimizer = optimizer_for(restored)
+        restore_optimizer(checkpoint, optimizer, restored)
+        steps = [state["step"] for state in optimizer.state.values()]
+        assert {(step.item(), step.dtype) for step in steps} == {(1.0, torch.float32)}
+
+    @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            *(
+                ({key: value}, f"{key} is ")
+                for key in ("step", "samples", "tokens")
+                for value in ("x", None, -1, 1.5, True)
+            ),
+            ({"samples": 10**30}, "samples is 1000000"),
+            ({"stale_validations": []}, "stale_validations is [], not a whole number of at least 0"),
+            ({"best_step": "y"}, 'best_step is "y", not a whole number or null'),
+            ({"best_loss": "y"}, 'best_loss is "y", not a number or null'),
+            ({"pending_metrics": [1]}, "pending_metrics is [1], not the metrics of a step or null"),
+            ({"pending_metrics": {"samples": 1}}, 'pending_metrics is {"samples": 1}, not'),
+            ({"owed": 5}, "owed is 5, not an object or null"),
+            ({"owed": {"values": "x"}}, 'pending_metrics is "x"'),
+            ({"padding_row": "0"}, 'padding_row is "0", not a whole number or null'),
+            ({"metrics_start": None}, "metrics_start is null"),
+            ({"global_batch_size": "4"}, 'global_batch_size is "4"'),
+            ({"identity": []}, "identity is [], not an object"),
+            ({"formats": 5}, "formats is 5, not a list of strings"),
+            ({"formats": [["text"]]}, 'formats is [["text"]]'),
+            ({"hub": [5]}, "hub is [5]"),
+        ],
+        ids=str,
+    )
+    def test_values_of_state_json_have_their_types(
+        self, checkpoint: Path, changes: dict[str, Any], problem: str
+    ) -> None:
+        path = checkpoint / "state.json"
+        path.write_text(json.dumps(Progress().to_dict() | {"step": 1} | changes))
+        with pytest.raises(CheckpointError, match=re.escape(f"{path}: damaged: {problem}")):
+            read_state(checkpoint)
+
+    @pytest.mark.parametrize("content", ["{}", "[" * 100_000])
+    def test_a_state_json_without_a_step_cannot_be_resumed(self, checkpoint: Path, content: str) -> None:
+        path = checkpoint / "state.json"
+        path.write_text(content)
+        listed = manifest.read_json(checkpoint / "manifest.json")
+        listed["files"]["state.json"] = {"bytes": path.stat().st_size, "sha256": manifest.file_hash(path)}
+        manifest.write_json(checkpoint / "manifest.json", listed)
+        with pytest.raises(CheckpointError, match="state.json: damaged"):
+            find_resume_checkpoint(checkpoint.parent / "new", str(checkpoint), pytest.fail)
+
+    def test_a_padding_token_outside_the_vocabulary_is_refused(self, model: Model) -> None:
+        with pytest.raises(CheckpointError, match="the padding token 448 is not one of the model's 448 embeddings"):
+            model.padding_idx = 448
+
+    @pytest.mark.parametrize(
+        "states",
+        [
+            {"x": torch.zeros(1)},
+            {"cpu": torch.zeros(5056)},
+            {"cpu": torch.zeros(7).byte()},
+            {"cpu": torch.zeros(5056).byte()},
+        ],
+        ids=["no cpu", "float", "short", "zeros"],
+    )
+    def test_random_states_that_torch_refuses_are_a_damaged_file(
+        self, checkpoint: Path, states: dict[str, Tensor]
+    ) -> None:
+        save_file(states, checkpoint / "random.safetensors")
+        with pytest.raises(CheckpointError, match=r"random\.safetensors: damaged: not the states of random"):
+            restore_rng_states(checkpoint, SINGLE_PROCESS, 0, pytest.fail)
+
     def test_transformers_loads_a_checkpoint_as_it_is(self, model: Model, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -602,6 +708,39 @@ class TestCheckpointing:
         atomic.clean_up(tmp_path, "step-*")
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
         manifest.verify_checkpoint(final)
+
+    @pytest.mark.parametrize("lock", [atomic.file_lock, lambda path: atomic.lock_run_folder(path.parent)])
+    @pytest.mark.parametrize("exists", [True, False])
+    def test_a_lock_that_is_a_link_is_refused_and_its_target_stays_as_it_was(
+        self, tmp_path: Path, lock: Callable[[Path], AbstractContextManager[object]], exists: bool
+    ) -> None:
+        if exists:
+            (tmp_path / "victim").write_text("precious")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/.lock").symlink_to("../victim")
+        with pytest.raises(UsageError, match=r"\.lock is a symbolic link"), lock(tmp_path / "run/.lock"):
+            pass
+        assert [path.read_text() for path in tmp_path.glob("victim")] == ["precious"] * exists
+
+    def test_links_in_the_place_of_folders_are_removed_and_never_followed(self, tmp_path: Path) -> None:
+        root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+        for folder in (root, elsewhere):
+            folder.mkdir()
+        (elsewhere / "manifest.json").write_text("precious")
+        for name in (".step-00000009.partial", ".step-00000008.removed", "step-00000001"):
+            (root / name).symlink_to(elsewhere)
+        (root / ".step-00000007.replaced").write_text("a file")
+        (root / "step-00000007").symlink_to("gone")
+        atomic.clean_up(root, "step-*9.*")
+        with manifest.commit_folder(root / "step-00000007") as folder:
+            (folder / "file").write_text("x")
+        (root / ".step-00000008.partial").symlink_to(elsewhere)
+        with manifest.commit_folder(root / "step-00000008") as folder:
+            (folder / "file").write_text("x")
+        assert prune_checkpoints(root, keep_last=1) == [1, 7]
+        atomic.clean_up(root, "step-*")
+        assert [path.name for path in root.iterdir()] == ["step-00000008"]
+        assert (elsewhere / "manifest.json").read_text() == "precious"
 
     def test_remove_old_keeps_the_newest_and_the_best(self, tmp_path: Path) -> None:
         for step in range(1, 6):

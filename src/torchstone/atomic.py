@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import IO, Any
 
 from torchstone.errors import UsageError
 
@@ -50,7 +50,7 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
     """The JSON object in a file. A missing or damaged file counts as empty."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -63,7 +63,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     work = temporary_path(final, "partial")
-    shutil.rmtree(work, ignore_errors=True)
+    remove(work)
     work.mkdir()
     try:
         yield work
@@ -79,19 +79,27 @@ def new_folder(final: Path) -> Iterator[Path]:
 def replace_folder(work: Path, final: Path) -> None:
     """Renames `work` to `final`. An existing `final` is moved aside first and removed last."""
     replaced = temporary_path(final, "replaced")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(final):
+        remove(replaced, ignore_errors=True)
         final.rename(replaced)
     work.rename(final)
     fsync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced, ignore_errors=True)
+
+
+def remove(path: Path, ignore_errors: bool = False) -> None:
+    """Removes a folder or a file, if it exists; of a symbolic link the link alone, never what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Waits for an exclusive lock. The kernel releases it when the process ends, however it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
+    with _open_lock(path) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -102,13 +110,29 @@ def lock_run_folder(folder: Path) -> Iterator[int]:
 
     Child processes that inherit the file share the lock. It ends with the last of them.
     """
+    check_utf8(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
+    with _open_lock(folder / ".lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"another process is training in {folder}", "choose another --output-dir") from None
         yield lock.fileno()
+
+
+def check_utf8(folder: Path) -> None:
+    """Raises if models cannot be saved in a folder because its name is not UTF-8, which tokenizers and torch need."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the name of the folder {str(folder)!r} is not UTF-8", "choose another folder") from None
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    """Opens or creates a lock without changing it. A folder from elsewhere must not name a file outside of it."""
+    if path.is_symlink():
+        raise UsageError(f"{path} is a symbolic link, not a lock file", "remove it")
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
 
 
 def is_locked(path: Path) -> bool:
@@ -141,4 +165,4 @@ def clean_up(root: Path, pattern: str) -> None:
         if leftover.suffix == ".replaced" and not final.exists():
             leftover.rename(final)
         elif leftover.suffix in (".partial", ".replaced", ".removed"):
-            shutil.rmtree(leftover)
+            remove(leftover)

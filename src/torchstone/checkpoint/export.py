@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstone.atomic import new_folder
+from torchstone.atomic import check_utf8, new_folder
 from torchstone.checkpoint.load import read_state, resolve_model_folder
+from torchstone.checkpoint.manifest import read_json
 from torchstone.checkpoint.model_folder import fallback_reason, load_model, open_weights, read_model_config
 from torchstone.checkpoint.save import STATE_FILE, hf_state_dict, save_model, save_tokenizer, write_hf_config
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
@@ -39,6 +40,7 @@ def export_model(
 ) -> dict[str, Any]:
     """Writes `source` (a run, a checkpoint or a folder) to `target`; returns what was written and measured."""
     folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
+    check_utf8(target)
     if target.is_file():
         raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):
@@ -46,6 +48,7 @@ def export_model(
     execution = ExecutionOptions(trust_remote_code=trust_remote_code)
     target_dtype, dtype_reason = resolve_dtype(folder, dtype)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    check_template_names(tokenizer)
     is_native = fallback_reason(folder, execution) is None
     with new_folder(target) as work:
         if is_native:
@@ -70,6 +73,14 @@ def export_model(
     }
 
 
+def check_template_names(tokenizer: Tokenizer) -> None:
+    """Raises if a tokenizer of several chat templates could not be saved: each template becomes a file of its name."""
+    templates = tokenizer.hf.chat_template
+    for name in map(str, templates if isinstance(templates, dict) else ()):
+        if "/" in name or not name.isprintable() or len(name.encode()) > 200:
+            raise UsageError(f"{tokenizer.path}: the chat template {name!r:.100} has a name that cannot be a file's")
+
+
 def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> None:
     """Writes the Hugging Face files of a native model from any files, one tensor at a time."""
     hf_config, family, config = read_model_config(folder)
@@ -79,6 +90,7 @@ def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> None:
     write_weights(open_weights(folder, model_type, config), WEIGHT_NAMES[model_type], shapes, dtype, target)
     write_hf_config(hf_config, family, dtype, target)
     if (folder / GENERATION_CONFIG).is_file():
+        read_json(folder / GENERATION_CONFIG)  # Transformers could not load a damaged one.
         (target / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
 
 

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
-from torchstone.checkpoint.tensor_files import open_tensor_file
+from torchstone.checkpoint.tensor_files import name_damaged_file, open_tensor_file
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.model import Model
 from torchstone.parallel.local_shards import local_shards, unfused_names
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
 CHECKPOINTS = "checkpoints"
+# The state of AdamW: a scalar, and tensors that are shaped like the parameter.
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_metrics(value: object) -> bool:
+    shown = {"step", "samples", "loss", "lr", "grad_norm", "epoch", "tok_s", "memory"}
+    return isinstance(value, dict) and shown <= value.keys() and all(isinstance(v, int | float) for v in value.values())
+
+
+# What the values of state.json must be, in words and as a test. Older checkpoints do not have all of them.
+STATE_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("step", "samples", "tokens", "loss_tokens", "stale_validations", "metrics_start", "global_batch_size"),
+        ("a whole number of at least 0", _is_count),
+    ),
+    **dict.fromkeys(("best_step", "padding_row"), ("a whole number or null", lambda v: v is None or _is_count(v))),
+    "best_loss": ("a number or null", lambda v: isinstance(v, int | float | None)),
+    "pending_metrics": ("the metrics of a step or null", lambda v: v is None or _is_metrics(v)),
+    "owed": ("an object or null", lambda v: isinstance(v, dict | None)),
+    "identity": ("an object", lambda v: isinstance(v, dict)),
+    **dict.fromkeys(
+        ("formats", "hub"),
+        ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v)),
+    ),
+}
 
 
 def find_resume_checkpoint(
@@ -106,36 +135,44 @@ def resolve_model_folder(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return manifest.read_json(folder / STATE_FILE)
+    """state.json. Every known key has a value of its type, and `step` is present."""
+    path = folder / STATE_FILE
+    state = manifest.read_json(path)
+    # An older name of pending_metrics, one level down.
+    values = state | ({"pending_metrics": state["owed"].get("values")} if isinstance(state.get("owed"), dict) else {})
+    for key, (kind, is_valid) in STATE_TYPES.items():
+        if not is_valid(values.get(key)) and (key in values or key == "step"):
+            raise CheckpointError(f"{path}: damaged: {key} is {json.dumps(values.get(key)):.100}, not {kind}")
+    return state
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Reads this rank's slices of every parameter's optimizer state."""
+    """Reads this rank's slices of every parameter's optimizer state; fused AdamW does not check its tensors."""
     files = ShardedFiles(shard_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
-    names = set(files.names)
-    state_keys: dict[str, list[str]] = {}
+    keys_of: dict[str, set[str]] = {}
     for full_name in files.names:
         parameter_name, _, key = full_name.rpartition("/")
-        state_keys.setdefault(parameter_name, []).append(key)
+        keys_of.setdefault(parameter_name, set()).add(key)
     for name, parameter in model.named_parameters():
-        first = unfused_names(model.decoder_config, name, parameter)[0]
-        state: dict[str, Tensor] = {}
-        for key in state_keys.get(first, []):
-            if files.shape(f"{first}/{key}") == ():
-                # Fused AdamW keeps its step count on the parameter's device.
-                state[key] = torch.zeros((), dtype=files.dtype(f"{first}/{key}"), device=parameter.device)
-                files.read_into(f"{first}/{key}", state[key], ())
-                continue
+        unfused = unfused_names(model.decoder_config, name, parameter)
+        if not any(each in keys_of for each in unfused):
+            # It has never had a gradient.
+            continue
+        for each in unfused:
+            if keys_of.get(each) != {STEP, *MOMENTS} or files.shape(f"{each}/{STEP}") != ():
+                raise CheckpointError(f"{folder}: the state of {each} is not AdamW's: step, exp_avg, exp_avg_sq")
+        # Fused AdamW keeps its step count on the parameter's device.
+        state = {STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        files.read_into(f"{unfused[0]}/{STEP}", state[STEP], ())
+        for key in MOMENTS:
             state[key] = torch.zeros_like(parameter.detach())
             for shard in local_shards(model.decoder_config, name, state[key]):
                 full_name = f"{shard.name}/{key}"
-                if full_name not in names or files.shape(full_name) != shard.shape:
-                    raise CheckpointError(
-                        f"{folder}: the optimizer state of {shard.name} is missing or has the wrong shape"
-                    )
+                if files.shape(full_name) != shard.shape:
+                    shapes = f"{list(files.shape(full_name))}, not {list(shard.shape)}"
+                    raise CheckpointError(f"{folder}: the optimizer state {full_name} has shape {shapes}")
                 files.read_into(full_name, shard.tensor, shard.offset)
-        if state:
-            optimizer.state[parameter] = state
+        optimizer.state[parameter] = state
 
 
 def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Callable[[str], None]) -> None:
@@ -147,9 +184,10 @@ def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Call
         torch.manual_seed(seed + read_state(folder)["step"])
         return
     states = open_tensor_file(path).tensors
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    with name_damaged_file(path, "damaged: not the states of random number generators"):
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 def _set_aside(damaged: list[Path], warn: Callable[[str], None], ctx: ParallelContext) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -103,7 +102,7 @@ def remove_checkpoint(folder: Path) -> None:
     """Renames the folder first, so that a half-removed checkpoint is never listed."""
     hidden = atomic.temporary_path(folder, "removed")
     folder.rename(hidden)
-    shutil.rmtree(hidden)
+    atomic.remove(hidden)
 
 
 def read_json(path: Path) -> dict[str, Any]:

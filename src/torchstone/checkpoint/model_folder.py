@@ -22,7 +22,7 @@ from torchstone.checkpoint.tensor_files import read_shapes
 from torchstone.checkpoint.transformers_folder import check_fallback_folder, load_fallback, read_hf_config
 from torchstone.checkpoint.weight_files import WeightFiles, weight_file_paths
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, UsageError, is_out_of_memory
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder, DecoderConfig
 from torchstone.models.execution import (
     DEFAULT_EXECUTION,
@@ -60,8 +60,6 @@ class NotNativeError(UsageError):
 
 def read_model_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
     """config.json, its family and decoder config. Raises NotNativeError if the decoder does not support it."""
-    from huggingface_hub.errors import StrictDataclassError
-
     hf_config = read_hf_config(folder)
     path = folder / "config.json"
     try:
@@ -73,7 +71,10 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConf
         raise UsageError(f"{path}: {f'the key {key!r} is missing' if key.isidentifier() else key}") from None
     except UsageError as error:
         raise NotNativeError(f"{path}: {error.message}", error.hint) from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
+    except Exception as error:
+        # Transformers raises all kinds of errors for wrong values.
+        if is_out_of_memory(error):
+            raise
         raise UsageError(f"{path}: does not describe a model: {error}") from None
 
 
@@ -155,7 +156,10 @@ def check_new_model(
     hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
 ) -> None:
     """The same checks for a new model."""
-    config = FAMILIES[hf_config["model_type"]].decoder_config(hf_config)
+    try:
+        config = FAMILIES[hf_config["model_type"]].decoder_config(hf_config)
+    except ValueError as error:
+        raise UsageError(f"the sizes of the new model do not fit together: {error}") from None
     _check_native_execution(config, device, dtype, execution)
 
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from torchstone.errors import CheckpointError
+from torchstone.errors import CheckpointError, is_out_of_memory
+from torchstone.models.fallback.probing import first_line
 
 # 32 MiB of fp32. A copy to another device or dtype needs at most this much memory besides the two tensors.
 CHUNK_ELEMENTS = 8 * 2**20
@@ -39,22 +41,28 @@ class TensorFile:
     metadata: dict[str, str]
 
 
+@contextmanager
+def name_damaged_file(path: Path, problem: str = "damaged or not a safetensors file") -> Iterator[None]:
+    """Turns what safetensors and torch raise for a damaged file, which may be anything, into an error that names it."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        # Torch adds the frames of its C++ stack.
+        raise CheckpointError(f"{path}: {problem}: {first_line(error)}") from None
+
+
 def open_tensor_file(path: Path) -> TensorFile:
     """Reads the header and maps the file. Takes about 20 µs per tensor; no descriptor stays open."""
-    try:
-        with safe_open(path, "pt") as file:
-            return TensorFile(path, {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged or not a safetensors file: {error}") from None
+    with name_damaged_file(path), safe_open(path, "pt") as file:
+        return TensorFile(path, {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
 
 
 def read_shapes(path: Path) -> dict[str, list[int]]:
     """The shapes in the header of a file. Torch's mapping may fail for a file larger than memory; this does not."""
-    try:
-        with safe_open(path, "np") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged or not a safetensors file: {error}") from None
+    with name_damaged_file(path), safe_open(path, "np") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
 def read_slice_into(source: Tensor, target: Tensor, offset: Sequence[int]) -> int:

@@ -39,6 +39,7 @@ from torchstone.models.fallback.probing import (
     is_positive,
     make_probe_batch,
 )
+from torchstone.models.families import check_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +61,10 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not a readable JSON file: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: not a JSON object")
+    try:
+        check_sizes(value)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: does not describe a model: {error}") from None
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"{folder}: is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"

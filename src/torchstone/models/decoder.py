@@ -126,6 +126,10 @@ class DecoderConfig:
         ):
             if not isinstance(getattr(self, name), int | float | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not a number")
+        # At 8 bytes each, torch cannot count the bytes of more.
+        elements = self.width * max(self.vocab_size, self.max_positions, sum(self.qkv_features), 2 * self.mlp_width)
+        if elements >= 2**60:
+            raise ValueError(f"a matrix of the model would have {elements} elements")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
         rotary_dims = {layer.rope.rotary_dim(self.head_dim) for layer in self.layers if layer.rope is not None}

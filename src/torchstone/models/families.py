@@ -10,6 +10,7 @@ The names of a family's weights are in checkpoint/weight_names.py. docs/families
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -31,8 +32,11 @@ ACTIVATION_KEYS = {
     "gemma3_text": "hidden_activation",
     "gpt2": "activation_function",
 }
-# A config.json with larger values is damaged; building its model would take all memory or never end.
-MAX_LAYERS, MAX_SIZE = 10_000, 2**30
+# A config.json with larger values is damaged; building its model would take all memory or never end. Every layer,
+# expert and label becomes a Python object; several families have their own keys for them.
+MAX_COUNT, MAX_SIZE = 2**11, 2**30
+COUNT_KEY = re.compile(r"((n|num|decoder|encoder)_(\w+_)?layers?|(n|num)_(\w+_)?(blocks|experts|labels))")
+NOT_A_SIZE = re.compile(r"theta|base|freq|seed|model_max_length")
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 # Our names for the sizes, and the config keys of most families.
 SIZE_KEYS = {
@@ -63,7 +67,6 @@ class Family:
 
         if hf_config.get("quantization_config"):
             raise UsageError("its weights are quantized and cannot be trained", "use the unquantized model")
-        self._check_sizes(hf_config)
         keys = {key: value for key, value in hf_config.items() if key != "model_type"}
         config = AutoConfig.for_model(hf_config["model_type"], **keys)
         if getattr(config, "rope_parameters", None):
@@ -72,11 +75,15 @@ class Family:
         _require(config, is_causal=True)
         return DecoderConfig(**(_common_settings(config) | self.overrides(config)))
 
-    def _check_sizes(self, hf_config: dict[str, Any]) -> None:
-        for name, key in self.size_keys.items():
-            value, limit = hf_config.get(key), MAX_LAYERS if name == "depth" else MAX_SIZE
-            if type(value) is int and value > limit:
-                raise ValueError(f"{key} is {value}, more than {limit}")
+
+def check_sizes(value: Any, key: str = "") -> None:
+    """Raises ValueError if a size anywhere in a config.json is absurd."""
+    if isinstance(value, dict | list):
+        for name, each in value.items() if isinstance(value, dict) else ((key, each) for each in value):
+            check_sizes(each, name)
+    limit = MAX_COUNT if COUNT_KEY.fullmatch(key) else MAX_SIZE
+    if type(value) is int and value > limit and not NOT_A_SIZE.search(key):
+        raise ValueError(f"{key} is {value}, more than {limit}")
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from torchstone.errors import CheckpointError
 from torchstone.models.decoder import Decoder, DecoderConfig
 from torchstone.models.execution import (
     ExecutionOptions,
@@ -147,7 +148,7 @@ class Model(ABC):
         try:
             settings = json.loads(self.generation_config)
             stops = settings.get("eos_token_id")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             self.generation_config = None
             return [f"{GENERATION_CONFIG} is not a JSON object; it will be rewritten"]
         stops = [] if stops is None or not keep_stops else stops if isinstance(stops, list) else [stops]
@@ -165,6 +166,10 @@ class Model(ABC):
 
     def _set_special_id(self, key: str, value: int) -> None:
         self.hf_config[key] = value
+
+    def _check_token(self, idx: int | None) -> None:
+        if idx is not None and not 0 <= idx < self.vocab_size:
+            raise CheckpointError(f"the padding token {idx} is not one of the model's {self.vocab_size} embeddings")
 
 
 @dataclass
@@ -202,6 +207,7 @@ class NativeModel(Model):
 
     @padding_idx.setter
     def padding_idx(self, idx: int | None) -> None:
+        self._check_token(idx)
         for part in self.model_parts:
             part.config = replace(part.config, padding_idx=idx)
             if part.has_embedding:
@@ -262,6 +268,7 @@ class FallbackModel(Model):
 
     @padding_idx.setter
     def padding_idx(self, idx: int | None) -> None:
+        self._check_token(idx)
         self.module.hf.get_input_embeddings().padding_idx = idx
 
     @property

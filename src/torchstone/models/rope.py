@@ -10,6 +10,7 @@ that counts is the row's own, not the longest of the batch: a loss must not depe
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +45,14 @@ class Rope:
     long_factor: tuple[float, ...] = ()
     # yarn, longrope: cos and sin are multiplied by this.
     attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name not in ("rope_type", "truncate")}
+        for name, value in numbers.items():
+            for number in value if isinstance(value, tuple) else [value]:
+                # NaN fails every comparison; an integer may be larger than any float.
+                if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:
+                    raise ValueError(f"{name} of RoPE is {number!r}, not a positive number")
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many dimensions of a head rotate."""

@@ -16,7 +16,7 @@ import torch
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder, DecoderConfig
-from torchstone.models.families import FAMILIES, new_hf_config
+from torchstone.models.families import FAMILIES, MAX_COUNT, new_hf_config
 
 # Families without RoPE, or with two RoPEs.
 WITHOUT_ROPE_THETA = ("gpt2", "gemma3_text")
@@ -25,6 +25,8 @@ WITHOUT_ROPE_THETA = ("gpt2", "gemma3_text")
 def build_sized_hf_config(model: ModelConfig, vocab_size: int, context_length: int) -> dict[str, Any]:
     """The config.json of the new model that `model` describes."""
     assert model.depth is not None
+    if model.depth > MAX_COUNT:
+        raise UsageError(f"model.depth {model.depth} is more than {MAX_COUNT}", "use fewer layers")
     width = model.width or 64 * model.depth
     heads = model.heads or max(1, width // (64 if width <= 1024 else 128))
     kv_heads = model.kv_heads or heads

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 
 from torchstone import __version__, heartbeat, hub
-from torchstone.checkpoint.export import source_dtype
+from torchstone.checkpoint.export import check_template_names, source_dtype
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
@@ -215,6 +215,7 @@ def _check_model(
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
+    check_template_names(tokenizer)
     if model_folder is None:
         hf_config = _new_hf_config(config, tokenizer)
         check_new_model(hf_config, device, dtype, execution)
