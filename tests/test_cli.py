@@ -270,7 +270,7 @@ class TestCommands:
         code, out, err = torchstone("prepare", *flags(overrides)[:-1], "--json")
         assert code == 0
         assert "tokenizing" in err
-        assert json.loads(out)["shapes"] == ["text"]
+        assert json.loads(out)["formats"] == ["text"]
         code, _, err = torchstone("train", *flags(overrides))
         assert code == 0
         assert "using the token cache" in err

@@ -167,7 +167,7 @@ class TestRows:
             "model.tokenizer": "demo:tokenizer", "data.path": "q.jsonl,t.jsonl", "observe.console": "quiet",
             "data.columns": [MAPPING, {"text": "content"}],
         }  # fmt: skip
-        assert api.prepare(overrides=settings)["shapes"] == ["prompt", "text"]
+        assert api.prepare(overrides=settings)["formats"] == ["prompt", "text"]
         with pytest.raises(UsageError, match="2 column mappings for 1 path"):
             api.train_tokenizer("q.jsonl", "new", columns="[{text: answer}, {text: question}]")
 

@@ -553,6 +553,7 @@ class TestCheckpointing:
             (lambda key, tensor: {key: torch.zeros(1) if key.endswith("/step") else tensor}, "is not AdamW's"),
             (lambda key, tensor: {} if key.endswith("/exp_avg_sq") else {key: tensor}, "is not AdamW's"),
             (lambda key, tensor: {key.replace("exp_avg_sq", "square"): tensor}, "is not AdamW's"),
+            (lambda key, tensor: {f"x.{key}": tensor}, "has the optimizer state of no parameter of this model"),
             (lambda key, tensor: {key: tensor, key.replace("step", "max_exp_avg_sq"): tensor}, "is not AdamW's"),
         ],
     )
@@ -841,6 +842,13 @@ class TestExport:
             model.lm_head.weight.zero_()
             model.lm_head.weight[end] = hidden
         assert model.generate(ids, max_new_tokens=5, do_sample=False)[0].tolist() == [7, 8, 9, end]
+
+    def test_a_link_is_kept_and_the_folder_behind_it_written(self, llama_dir: Path, tmp_path: Path) -> None:
+        (tmp_path / "large-disk").mkdir()
+        (tmp_path / "out").symlink_to(tmp_path / "large-disk")
+        export_model(str(llama_dir), tmp_path / "out", verify=False)
+        assert (tmp_path / "out").is_symlink()
+        assert (tmp_path / "large-disk/model.safetensors").is_file()
 
     def test_a_folder_that_is_not_empty_is_not_overwritten(self, llama_dir: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()

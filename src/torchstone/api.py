@@ -182,7 +182,7 @@ def prepare_with_config(config: Config) -> dict[str, Any]:
     data = open_data(config, _load_tokenizer(config), Console(config.observe.console))
     return {
         "fingerprint": data.fingerprint,
-        "shapes": data.formats,
+        "formats": data.formats,
         "samples": len(data.train),
         "tokens": int(data.train.lengths.sum()),
         "validation_samples": len(data.validation) if data.validation is not None else 0,

@@ -41,6 +41,8 @@ def export_model(
     """Writes `source` (a run, a checkpoint or a folder) to `target`; returns what was written and measured."""
     folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
     check_utf8(target)
+    # The new folder is renamed to the target: a link would be replaced.
+    target = target.resolve()
     if target.is_file():
         raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):

@@ -153,8 +153,10 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
     for full_name in files.names:
         parameter_name, _, key = full_name.rpartition("/")
         keys_of.setdefault(parameter_name, set()).add(key)
-    for name, parameter in model.named_parameters():
-        unfused = unfused_names(model.decoder_config, name, parameter)
+    parameters = [(name, unfused_names(model.decoder_config, name, p), p) for name, p in model.named_parameters()]
+    if parameters and not any(each in keys_of for _, unfused, _ in parameters for each in unfused):
+        raise CheckpointError(f"{folder}: has the optimizer state of no parameter of this model")
+    for name, unfused, parameter in parameters:
         if not any(each in keys_of for each in unfused):
             # It has never had a gradient.
             continue
