@@ -468,10 +468,14 @@ class Commands:
             trust_remote_code, columns, extract=extract, max_tokens=max_tokens,
             overrides=template | dict(self.config_flags),
         )  # fmt: skip
-        examples = result.get("examples", [])
-        _print_result({key: value for key, value in result.items() if as_json or key != "examples"}, as_json)
         if as_json:
+            _print_json(result)
             return
+        examples, count = result.pop("examples", []), result.pop("questions", 0)
+        if "exact_match" in result:
+            share = result["exact_match"]
+            result["exact_match"] = f"{share:.1%} ({round(share * count)} of {count} questions)"
+        _print_result(result, as_json)
         for example in examples:
             compared = "" if extract is None else f"{example['extracted']!r}, "
             expected = example["expected"] if extract is None else example["expected_extracted"]
