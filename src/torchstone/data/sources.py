@@ -16,8 +16,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Literal, NamedTuple, TypeVar, cast, get_args
@@ -357,7 +359,7 @@ def _line_chunks(path: Path, start: ReadPosition, kind: Literal["lines", "text_l
 
 def _array_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     """The elements of a JSON array as lines. Resuming reads the file again up to `start`."""
-    number, lines = 0, list[bytes]()
+    number, lines, size = 0, list[bytes](), 0
 
     def chunk() -> Chunk:
         end = ReadPosition(start.file, number, number + 1)
@@ -368,9 +370,10 @@ def _array_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
             for number, element in enumerate(array_lines(_decompress(path, raw)), start=1):
                 if number > start.offset:
                     lines.append(element)
-                if len(lines) == CHUNK_ROWS:
+                    size += len(element)
+                if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
                     yield chunk()
-                    lines = []
+                    lines, size = [], 0
             if lines:
                 yield chunk()
         except DECOMPRESSION_ERRORS as error:
@@ -434,7 +437,7 @@ def _csv_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> 
 def _csv_header(path: Path, fields: list[str] | str) -> list[str]:
     if isinstance(fields, str):
         raise DataError(f"{path}:1: {fields}")
-    repeated = sorted({name for name in fields if name and fields.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(fields).items() if name and count > 1)
     if repeated or SURROGATE.search("".join(fields)):
         raise DataError(f"{path}:1: the header {f'has {repeated[0]!r} twice' if repeated else 'is not UTF-8'}")
     return fields
@@ -593,30 +596,68 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
 
     try:
         file = pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
+        names = file.schema_arrow.names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
-    file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
-    check_columns(columns, file.schema_arrow.names, f"{path}: ")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{path}: the column {repeated[0]!r} occurs twice")
+    check_columns(columns, names, f"{path}: ")
+    groups, first = list(range(file.num_row_groups)), 0
+    while groups and (end := first + file.metadata.row_group(groups[0]).num_rows) <= start.offset:
+        groups, first = groups[1:], end
     # If it has no known columns, the error message still shows the names.
-    names = _columns_to_read(file.schema_arrow.names, columns) or None
-    row = 0
-    for group in range(file.num_row_groups):
-        group_rows = file.metadata.row_group(group).num_rows
-        if row + group_rows <= start.offset:
-            row += group_rows
-            continue
-        bytes_per_row = max(1, file.metadata.row_group(group).total_byte_size // max(1, group_rows))
-        batch_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // bytes_per_row))
-        try:
-            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names):
-                first, row = row, row + len(batch)
-                if first < start.offset:
-                    continue
-                end = ReadPosition(start.file, row, row + 1)
-                payload = _arrow_bytes(pa.Table.from_batches([batch]))
-                yield Chunk("arrow", path, first + 1, payload, len(batch), end, file_size * row // total_rows)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path}: damaged after row {row}: {_one_line(error)}") from None
+    read_group = partial(file.iter_batches, _batch_rows(), columns=_columns_to_read(names, columns) or None)
+    tables = (pa.Table.from_batches([batch]) for group in groups for batch in read_group(row_groups=[group]))
+    row = first
+    try:
+        for chunk in _arrow_chunks(path, start, tables, first, file.metadata.num_rows):
+            row = chunk.end.offset
+            yield chunk
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: damaged after row {row}: {_one_line(error)}") from None
+
+
+def _batch_rows() -> int:
+    """Tables are read a few rows at a time: a long value that occurs in every row may take a few bytes on disk."""
+    return min(8, CHUNK_ROWS)
+
+
+def _arrow_chunks(path: Path, start: ReadPosition, tables: Iterable[Any], row: int, total: int) -> Iterator[Chunk]:
+    """Joins tables of a few rows, of which the first starts at `row`, until they have CHUNK_BYTES in memory."""
+    import pyarrow as pa
+
+    file_size, parts, size = size_on_disk(path), list[Any](), 0
+
+    def chunk() -> Chunk:
+        table = pa.concat_tables(parts).combine_chunks()
+        end, done = ReadPosition(start.file, row, row + 1), file_size * row // max(1, total)
+        return Chunk("arrow", path, row - len(table) + 1, _arrow_bytes(table), len(table), end, done)
+
+    for part in _split_large(map(_decode_dictionaries, tables)):
+        skipped = min(len(part), max(0, start.offset - row))
+        row += len(part)
+        parts.append(part.slice(skipped))
+        size += parts[-1].nbytes
+        if size >= CHUNK_BYTES or sum(map(len, parts)) >= CHUNK_ROWS:
+            yield chunk()
+            parts, size = [], 0
+    if any(map(len, parts)):
+        yield chunk()
+
+
+def _split_large(tables: Iterable[Any]) -> Iterator[Any]:
+    for table in tables:
+        step = 1 if table.nbytes >= CHUNK_BYTES else max(1, len(table))
+        yield from (table.slice(first, step) for first in range(0, len(table), step))
+
+
+def _decode_dictionaries(table: Any) -> Any:
+    import pyarrow as pa
+
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            table = table.set_column(index, field.name, table.column(index).cast(field.type.value_type))
+    return table
 
 
 def _is_datasets_folder(path: Path) -> bool:
@@ -626,10 +667,14 @@ def _is_datasets_folder(path: Path) -> bool:
 def _datasets_split(path: Path) -> Path:
     if (path / "state.json").is_file():
         return path
-    splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
+    try:
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        choices = ", ".join(str(path / split) for split in splits)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path / 'dataset_dict.json'}: not a list of splits: {error!r}") from None
     if "train" in splits:
         return path / "train"
-    raise UsageError(f"{path} has no split named train", f"use one of {', '.join(str(path / s) for s in splits)}")
+    raise UsageError(f"{path} has no split named train", f"use one of {choices}")
 
 
 def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
@@ -646,11 +691,8 @@ def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]
         # The library raises all kinds of errors for damaged files.
         raise DataError(f"{path}: not a readable datasets folder: {_one_line(error)}") from None
     check_columns(columns, table.column_names, f"{path}: ")
-    size = size_on_disk(path)
-    for first in range(start.offset, len(table), CHUNK_ROWS):
-        part = table[first : first + CHUNK_ROWS]
-        end = ReadPosition(start.file, first + len(part), first + len(part) + 1)
-        yield Chunk("arrow", path, first + 1, _arrow_bytes(part), len(part), end, size * end.offset // len(table))
+    parts = (table[first : first + _batch_rows()] for first in range(start.offset, len(table), _batch_rows()))
+    yield from _arrow_chunks(path, start, parts, start.offset, len(table))
 
 
 def _arrow_bytes(table: Any) -> bytes:
@@ -706,8 +748,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of a JSON text; raises ValueError for a key that occurs twice, of which Python would use the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} occurs twice in one object")
     return values
 
 
