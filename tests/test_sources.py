@@ -382,7 +382,7 @@ class TestDamage:
             find_files(str(tmp_path))
 
     def test_utf_16_is_refused_with_the_command_that_converts_it(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.json"
+        path = tmp_path / "$(touch x).json"
         path.write_text('{"text": "a"}\n', encoding="utf-16")
-        with pytest.raises(DataError, match="UTF-16.*\n.*iconv"):
+        with pytest.raises(DataError, match=r"UTF-16.*\n.*iconv .* '\$\(touch x\).json' > NEW.json"):
             list(read_rows(path))

@@ -557,6 +557,11 @@ class TestBadRows:
         assert cache.ids.tolist() == build_cache(clean, tokenizer, tmp_path / "clean").ids.tolist()
         assert cache.origin(0) == f"{mixed}:2"
 
+    def test_the_name_of_a_file_with_bad_rows_need_not_be_utf_8(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / os.fsdecode(b"x\xff.jsonl"), [{"text": "a"}, {"txt": 1}])
+        cache = build_cache(path, tokenizer, tmp_path / "cache", stop=False)
+        assert [json.loads(line)["file"] for line in cache.bad_rows_path.read_text().splitlines()] == [str(path)]
+
     def test_a_cache_built_with_skip_still_stops_without_it(
         self, tokenizer: Tokenizer, mixed: Path, tmp_path: Path
     ) -> None:

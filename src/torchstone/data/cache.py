@@ -388,7 +388,9 @@ class _CacheBuilder:
             {"file": str(chunk.path), "line": b.line, "reason": b.reason, "hint": b.hint, "row": b.raw}
             for b in encoded.bad_rows
         ]
-        contents[BAD_ROWS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows).encode()
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows)
+        # The name of a file may not be UTF-8.
+        contents[BAD_ROWS_FILE] = lines.encode(errors="backslashreplace")
         for name, data in contents.items():
             files[name].write(data)
             self.sizes[name] += len(data)

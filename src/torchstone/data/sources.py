@@ -15,6 +15,7 @@ import io
 import json
 import os
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,8 @@ SUPPORTED = f"{', '.join(ALL_TYPES)}; all but .parquet also with {' or '.join(CO
 # What `surrogateescape` makes of bytes that are not UTF-8.
 SURROGATE = re.compile("[\udc80-\udcff]")
 MAX_SHOWN = 100
+# A reason may have a key or a role of the row, which can be megabytes.
+MAX_REASON = 1000
 
 
 class BadRow(DataError):
@@ -64,10 +67,9 @@ class BadRow(DataError):
 
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
         # Strings from JSON may have lone surrogates, which can be neither printed nor written.
-        reason, raw = _encodable(reason), _encodable(raw)
-        hint = hint and _encodable(hint)
-        shown = raw.strip()
-        shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
+        reason, raw = _shorten(_encodable(reason), MAX_REASON), _encodable(raw)
+        hint = hint and _shorten(_encodable(hint), MAX_REASON)
+        shown = _shorten(raw.strip(), MAX_SHOWN)
         shown = shown and f"the row starts with {shown}"
         super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [shown, hint])) or None)
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
@@ -223,7 +225,8 @@ def check_columns(columns: Mapping[str, str], keys: Collection[str], prefix: str
         if column not in keys:
             similar = difflib.get_close_matches(column, keys, n=1)
             raise DataError(
-                f"{prefix}data.columns takes {name} from {column!r}, but the keys are {', '.join(keys) or 'none'}",
+                f"{prefix}data.columns takes {name} from {column!r}, but the keys are "
+                + _shorten(", ".join(keys) or "none", MAX_REASON),
                 f"did you mean {name}={similar[0]}?" if similar else None,
             )
 
@@ -302,16 +305,28 @@ def _is_row(raw: bytes) -> bool:
 
 def _files_in(folder: Path, cache_dir: Path | None, notes: list[str]) -> list[Path]:
     """The data files of a folder at any depth, of one group of types. Hidden and output folders are left out."""
-    found: list[Path] = []
-    for name, subfolders, files in os.walk(folder):
+    found, left_out = list[Path](), list[Path]()
+    for name, subfolders, files in os.walk(folder, onerror=_raise):
         parent = Path(name)
         is_cache = cache_dir is not None and cache_dir.exists() and parent.samefile(cache_dir)
         kind = "a token cache" if is_cache else _output_kind(parent, files)
-        subfolders[:] = [] if kind else [each for each in subfolders if not each.startswith(".")]
         if kind:
             notes.append(f"{folder}: left out {parent}, which is {kind}")
+            subfolders.clear()
             continue
-        found += [parent / each for each in files if not each.startswith(".") and (parent / each).is_file()]
+        for path in (parent / each for each in files):
+            is_hidden, is_data = path.name.startswith("."), file_type(path) in ALL_TYPES
+            if is_data and not is_hidden and not path.exists():
+                raise UsageError(f"{path} is a broken link", "restore what it points to, or remove it")
+            (found if is_data and not is_hidden and path.is_file() else left_out).append(path)
+        # A link to a folder is not followed: it may lead back here.
+        left_out += [p for p in (parent / each for each in subfolders) if p.name.startswith(".") or p.is_symlink()]
+        subfolders[:] = [each for each in subfolders if not each.startswith(".")]
+    if left_out:
+        notes.append(
+            f"{folder}: left out {len(left_out)} hidden entries, links to folders and files of other types, such as "
+            f"{', '.join(map(str, left_out[:3]))}"
+        )
     by_group = [sorted(path for path in found if file_type(path) in types) for types in FILE_TYPES]
     chosen = next((files for files in by_group if files), [])
     others = [path for files in by_group if files is not chosen for path in files]
@@ -322,6 +337,10 @@ def _files_in(folder: Path, cache_dir: Path | None, notes: list[str]) -> list[Pa
             f"{file_type(chosen[0])} files (use a glob to read the others)"
         )
     return chosen
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _output_kind(folder: Path, files: list[str]) -> str | None:
@@ -494,7 +513,7 @@ def _check_beginning(path: Path) -> bytes:
     if beginning[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(
             f"{path}: is UTF-16 (byte order mark), but it must be UTF-8",
-            f"iconv -f UTF-16 -t UTF-8 {path.name} > NEW{file_type(path)}",
+            f"iconv -f UTF-16 -t UTF-8 {shlex.quote(path.name)} > NEW{file_type(path)}",
         )
     for magic, suffix in MAGIC_BYTES.items():
         if beginning.startswith(magic):
@@ -755,6 +774,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _shorten(text: str, size: int) -> str:
+    return text if len(text) <= size else text[: size - 1] + "…"
 
 
 def _one_line(error: Exception) -> str:
