@@ -204,7 +204,9 @@ class TestSuggestions:
         self, tmp_path: Path, row: dict[str, Any], expected: str
     ) -> None:
         assert suggest_columns(row).startswith(f"use --data.columns {expected}")
-        with pytest.raises(DataError, match=f"a.jsonl:1: unknown row format: .*\n.*\n  use --data.columns {re.escape(expected)}"):
+        with pytest.raises(
+            DataError, match=f"a.jsonl:1: unknown row format: .*\n.*\n  use --data.columns {re.escape(expected)}"
+        ):
             open_source(str(write_rows(tmp_path / "a.jsonl", [row])))
 
     def test_a_problem_of_all_rows_is_shown_with_the_first(self, tmp_path: Path) -> None:

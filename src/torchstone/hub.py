@@ -165,7 +165,7 @@ def _huggingface_hub() -> ModuleType:
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
     # It makes paths of the commit and the ETags that a hub sends, and does not check them.
     api = huggingface_hub.HfApi
-    api.repo_info = _with_check(api.repo_info, lambda info: _check_names(info.sha))
+    api.repo_info = _with_check(api.repo_info, lambda info: _check_names(info.sha))  # type: ignore[method-assign]
     metadata = download._get_metadata_or_catch_error
     download._get_metadata_or_catch_error = _with_check(metadata, lambda answer: _check_names(answer[2], answer[1]))
     return huggingface_hub
