@@ -34,6 +34,8 @@ class HubServer(ThreadingHTTPServer):
         self.user_agents: set[str] = set()
         # The answer for a repository instead of its files: status and X-Error-Code.
         self.refused: dict[str, tuple[int, str]] = {}
+        # What is sent instead of the commit, the names and the ETags of files.
+        self.forged: dict[str, object] = {}
         # How many bytes of a file are sent before the connection breaks, once for each number; -1 for an error 503.
         self.cuts: dict[str, list[int]] = {}
         # Seconds before each answer, seconds between two pieces of a file, and how many bytes of files were sent.
@@ -97,14 +99,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def _info(self, repo: str, revision: str, _: str) -> None:
         files = self.server.repos[repo][revision]
-        siblings = [{"rfilename": name} for name in files]
-        self._json({"id": repo.split("/", 1)[1], "sha": self.server.sha(repo, revision), "siblings": siblings})
+        siblings = [{"rfilename": self.server.forged.get("name", name)} for name in files]
+        sha = self.server.forged.get("sha", self.server.sha(repo, revision))
+        self._json({"id": repo.split("/", 1)[1], "sha": sha, "siblings": siblings})
 
     def _tree(self, repo: str, revision: str, _: str) -> None:
         files = self.server.repos[repo][revision]
         self._json(
             [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                | dict(self.server.forged.get("entry", {}))  # type: ignore[call-overload]
                 for name, data in files.items()
             ]
         )
@@ -118,7 +122,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.cuts[name].pop(0)
             self._error(503, "")
             return
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": self.server.sha(repo, revision)}
+        etag = self.server.forged.get("etag", hashlib.sha256(data).hexdigest())
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": self.server.sha(repo, revision)}
         start = int(re.sub(r"\D", "", self.headers.get("Range", "0")))
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

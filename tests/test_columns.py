@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,10 @@ class TestSuggestions:
     @pytest.mark.parametrize(
         ("row", "expected"),
         [
-            ({"question": "a", "answer": "b"}, "prompt=question,completion=answer,"),
-            ({"id": 7, "Problem": "a", "Solution": "b", "level": "c"}, "prompt=Problem,completion=Solution,"),
-            ({"en": "a", "de": "b"}, "prompt=en,completion=de,"),
+            ({"question": "a", "answer": "b"}, "instruction=question,output=answer for a chat model"),
+            ({"id": 7, "Problem": "a", "Solution": "b", "level": "c"}, "instruction=Problem,output=Solution for"),
+            ({"en": "a", "de": "b"}, "instruction=en,output=de for"),
+            ({"$(rm x)": "a"}, "'text=$(rm x)'"),
             ({"content": "a", "url": "b"}, "text=content"),
             ({"id": 3, "page": "a"}, "text=page"),
             ({"conversation": [{"role": "user", "content": "a"}]}, "messages=conversation"),
@@ -202,7 +204,9 @@ class TestSuggestions:
         self, tmp_path: Path, row: dict[str, Any], expected: str
     ) -> None:
         assert suggest_columns(row).startswith(f"use --data.columns {expected}")
-        with pytest.raises(DataError, match=f"a.jsonl:1: unknown row format: .*\n.*\n  use --data.columns {expected}"):
+        with pytest.raises(
+            DataError, match=f"a.jsonl:1: unknown row format: .*\n.*\n  use --data.columns {re.escape(expected)}"
+        ):
             open_source(str(write_rows(tmp_path / "a.jsonl", [row])))
 
     def test_a_problem_of_all_rows_is_shown_with_the_first(self, tmp_path: Path) -> None:

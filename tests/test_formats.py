@@ -15,7 +15,7 @@ import pytest
 
 import torchstone
 from tiny import write_rows
-from torchstone.data import render_limits
+from torchstone.data import formats, render_limits
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.formats import IGNORE_INDEX, check_train_on
 from torchstone.data.template import TEMPLATES, ChatTemplate, load_template
@@ -258,6 +258,9 @@ class TestFormats:
             ({"messages": [{"role": "assistant", "content": "a\0b"}]}, "NUL character at position 1"),
             ({"messages": TURNS, "tools": "{"}, "tools is a string that is not JSON"),
             ({"messages": TURNS, "tools": 3}, "tools is not a list"),
+            ({"messages": TURNS, "tools": {}}, "tools is not a list"),
+            ({"messages": TURNS, "images": ["a.png"]}, "this row has images, which are not read"),
+            ({"messages": [TURNS[1] | {"images": ["a.png"]}, TURNS[2]]}, "this row has images"),
             ({"messages": TURNS, "unmask": "yes"}, "unmask must be true or false"),
             ({"messages": TURNS, "tools": [3]}, "tools is not a list of objects"),
             ({"messages": TURNS, "system": "Another."}, "two system messages"),
@@ -296,6 +299,27 @@ class TestFormats:
         with pytest.raises(DataError, match=f"rows.jsonl:1: .*{reason}") as caught:
             build_cache([row], tokenizer, tmp_path)
         assert "the row starts with {" in str(caught.value)
+
+    def test_the_value_of_a_sharegpt_turn_is_its_content(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "yo", "content": "no"}]
+        cache = build_cache([{"conversations": turns}], tokenizer, tmp_path)
+        assert marked_text(cache, tokenizer) == "<|user|>a<|end|><|assistant|>⟦yo<|end|>⟧"
+
+    @pytest.mark.parametrize("row", [{"x" * 10**6: 1}, {"messages": [{"role": "tool" * 10**6, "content": "a"}]}])
+    def test_an_error_is_short_however_long_the_keys_of_a_row(
+        self, tokenizer: Tokenizer, tmp_path: Path, row: dict
+    ) -> None:
+        with pytest.raises(DataError) as caught:
+            build_cache([row], tokenizer, tmp_path)
+        assert len(str(caught.value)) < 4000
+
+    @pytest.mark.parametrize("row", [{"text": "abc " * 300}, {"prompt": "abc " * 300, "completion": "a"}])
+    def test_a_very_long_text_is_a_bad_row(
+        self, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict
+    ) -> None:
+        monkeypatch.setattr(formats, "MAX_TEXT", 1000)
+        with pytest.raises(DataError, match="rows.jsonl:1: a text of more than"):
+            build_cache([row], tokenizer, tmp_path)
 
     def test_an_explicit_format_is_not_detected(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         row = {"messages": TURNS, "text": "plain"}

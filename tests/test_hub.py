@@ -295,6 +295,35 @@ class TestErrors:
         with pytest.raises(UsageError, match=message):
             model("org/llama")
 
+    @pytest.mark.parametrize(
+        ("forged", "message"),
+        [
+            ({"sha": "../../../../ESCAPED"}, "the hub sends the commit '../../../../ESCAPED', which is not one"),
+            ({"sha": 5}, "the hub sends the commit '5'"),
+            ({"sha": None}, "the hub sends no commit"),
+            ({"name": 5}, "files without names"),
+            ({"etag": "../../../../ESCAPED"}, "the hub sends the ETag '../../../../ESCAPED', which is not one"),
+            (
+                {"entry": {"lfs": {"oid": "../../../ESCAPED", "size": 1, "pointerSize": 1}, "xetHash": "a" * 64}},
+                "the hub sends the ETag",
+            ),
+        ],
+    )
+    def test_a_hub_does_not_choose_where_files_are_written(
+        self, server: HubServer, tmp_path: Path, forged: dict[str, object], message: str
+    ) -> None:
+        server.commit(MODEL, SMALL_MODEL)
+        server.forged = forged
+        with pytest.raises(UsageError, match=message):
+            model("org/llama")
+        assert not list(tmp_path.rglob("*ESCAPED*"))
+
+    @pytest.mark.parametrize("index", [b'{"weight_map": {"a": 1}}', b"[" * 100_000])
+    def test_a_damaged_index_of_weights(self, server: HubServer, index: bytes) -> None:
+        server.commit(MODEL, {"config.json": b"{}", "model.safetensors.index.json": index})
+        with pytest.raises(UsageError, match="not an index of weights"):
+            model("org/llama")
+
     def test_an_unknown_revision(self, server: HubServer) -> None:
         server.commit(MODEL, SMALL_MODEL)
         with pytest.raises(UsageError, match=r"org/llama@v9: there is no revision v9\n  .*/org/llama/tree/main.*tags$"):

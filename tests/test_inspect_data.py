@@ -96,7 +96,7 @@ class TestFigures:
         _, source = inspect(cache, tokenizer)
         assert source["lengths"] == {
             "min": 2, "mean": sum(lengths) / 8, "median": 15.5, "p90": pytest.approx(95 + 0.3 * 6),
-            "p99": pytest.approx(95 + 0.93 * 6), "max": 101,
+            "p99": pytest.approx(95 + 0.93 * 6), "max": 101, "holds_all": 128,
         }  # fmt: skip
         assert [(e["low"], e["high"], e["count"]) for e in source["histogram"]] == [
             (1, 10, 3), (11, 20, 2), (21, 30, 1), (31, 40, 0), (41, 50, 0), (51, 60, 0), (61, 64, 0), (65, 70, 0),
@@ -283,8 +283,14 @@ class TestConsole:
             "<|user|>7<|end|><|assistant|>⟦8<|end|>⟧\n\n"
             "  rows             1\n  sequences        1\n  tokens          27\n  trained tokens   6  (22.2 %)\n"
             "length of the rows in tokens: 27 shortest, 27 median, 27.0 mean, 27 at 90 %, 27 at 99 %, 27 longest\n"
+            "the longest row has 27 tokens: data.context_length 32 (now 64) holds all\n"
             "    1-5  0\n   6-10  0\n  11-15  0\n  16-20  0\n  21-25  0\n"
-            f"  26-30  1  {'█' * 30}\n\n"
+            f"  26-30  1  {'█' * 30}\n"
+            "  context_length  longer rows  tokens lost if dropped  if truncated\n"
+            "               8  1 (100.0 %)            27 (100.0 %)   19 (70.4 %)\n"
+            "              16  1 (100.0 %)            27 (100.0 %)   11 (40.7 %)\n"
+            "              32    0 (0.0 %)               0 (0.0 %)     0 (0.0 %)\n"
+            "        64 (now)    0 (0.0 %)               0 (0.0 %)     0 (0.0 %)\n\n"
         )
         colored = console_text(report, use_color=True)
         assert "\x1b[2m<|user|>7<|end|><|assistant|>\x1b[0m\x1b[1;32m8<|end|>\x1b[0m" in colored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,40 @@ class TestFiles:
         (tmp_path / "empty").mkdir()
         with pytest.raises(UsageError, match="no data files"):
             find_files(str(tmp_path / "empty"))
+
+    @pytest.mark.parametrize("name", ["array.json", "a.parquet", "dictionary.parquet", "datasets"])
+    @pytest.mark.usefixtures("small_chunks")
+    def test_a_chunk_has_few_bytes_however_little_they_take_on_disk(self, tmp_path: Path, name: str) -> None:
+        texts = ["x" * 10_000] * 100
+        if name.endswith(".parquet"):
+            column = pa.array(texts)
+            column = column.dictionary_encode() if name == "dictionary.parquet" else column
+            pq.write_table(pa.table({"text": column}), tmp_path / name)
+        elif name == "datasets":
+            pytest.importorskip("datasets").Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / name)
+        else:
+            WRITERS[name](tmp_path / name, [{"text": text} for text in texts])
+        chunks = list(read_chunks([tmp_path / name]))
+        assert [count_rows(chunk) for chunk in chunks] == [1] * 100
+        assert [row.value["text"] for row in read_rows(tmp_path / name)] == texts
+        assert [chunk.end for chunk in read_chunks([tmp_path / name], chunks[4].end)] == [c.end for c in chunks[5:]]
+
+    @pytest.mark.parametrize(
+        ("name", "content", "num_rows"),
+        [
+            ("spaces.json", b'[{"text": "a"},' + b" " * (1 << 22) + b'{"text": "b"}]', 2),
+            ("keys.jsonl", b'{"text": "a", ' + b",".join(b'"%d": 1' % n for n in range(40_000)) + b', "39999": 2}', 1),
+            ("header.csv", b",".join(b"%d" % n for n in range(40_000)) + b"\n1\n", 1),
+        ],
+    )
+    def test_the_time_does_not_grow_with_the_square_of_the_size(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, num_rows: int
+    ) -> None:
+        monkeypatch.setattr(json_array, "BLOCK_BYTES", 1 << 9)
+        (tmp_path / name).write_bytes(content)
+        start = time.process_time()
+        assert len([row for chunk in read_chunks([tmp_path / name]) for row in parse_rows(chunk)]) == num_rows
+        assert time.process_time() - start < 2
 
     def test_nulls_of_a_table_are_left_out(self, tmp_path: Path) -> None:
         rows = [{"messages": [{"role": "user", "content": "a", "name": None}], "tools": None}]
@@ -330,8 +365,24 @@ class TestDamage:
         with pytest.raises(DataError, match=r"a.parquet: damaged after row 0"):
             list(read_rows(path))
 
+    def test_a_parquet_file_with_a_column_twice_or_not_utf_8_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), path)
+        with pytest.raises(DataError, match="a.parquet: the column 'text' occurs twice"):
+            list(read_rows(path))
+        pq.write_table(pa.table({"text": ["a"], "name": ["b"]}), path, store_schema=False)
+        path.write_bytes(path.read_bytes().replace(b"name", b"na\xffe"))
+        with pytest.raises(DataError, match="a.parquet: not a readable parquet file"):
+            list(read_rows(path))
+
+    @pytest.mark.parametrize("content", ["{", "[1]", "{}", '{"splits": [1]}', "[" * 100_000])
+    def test_a_damaged_list_of_splits_is_named(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "dataset_dict.json").write_text(content)
+        with pytest.raises(DataError, match="dataset_dict.json: not a list of splits"):
+            find_files(str(tmp_path))
+
     def test_utf_16_is_refused_with_the_command_that_converts_it(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.json"
+        path = tmp_path / "$(touch x).json"
         path.write_text('{"text": "a"}\n', encoding="utf-16")
-        with pytest.raises(DataError, match="UTF-16.*\n.*iconv"):
+        with pytest.raises(DataError, match=r"UTF-16.*\n.*iconv .* '\$\(touch x\).json' > NEW.json"):
             list(read_rows(path))

@@ -115,12 +115,13 @@ class TestTables:
         assert str(bad) == f"{path}:3: not CSV: ',' expected after '\"' (lines 3 to 5 are read as one row)"
         assert not isinstance(last, BadRow)
 
-    def test_one_endless_line_is_refused_before_it_is_read(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("record", [b"y" * 100_000, b'"y\n",' * 1000])
+    def test_one_endless_record_is_refused_before_it_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: bytes
     ) -> None:
-        monkeypatch.setattr(text_files, "MAX_FIELD", 1000)
-        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\nx\n" + b"y" * 100_000))
-        with pytest.raises(DataError, match=r"a.csv.gz: after line 2: a line has more than 1000 bytes"):
+        monkeypatch.setattr(text_files, "MAX_RECORD", 1000)
+        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\nx\n" + record))
+        with pytest.raises(DataError, match=r"a.csv.gz: after line 2: a record has more than 1000 bytes"):
             list(read_rows(tmp_path / "a.csv.gz"))
 
     @pytest.mark.parametrize(
@@ -225,6 +226,21 @@ class TestFolders:
         assert [path.name for path in sources.find_files(str(tmp_path), None, notes.append)] == ["r.jsonl"]
         assert len(notes) == 2
         assert [path.name for path in sources.find_files(f"{tmp_path}/*.txt")] == ["a.txt", "b.txt"]
+
+    def test_whatever_is_left_out_is_named(self, tmp_path: Path) -> None:
+        notes: list[str] = []
+        folder = tmp_path / "data"
+        (folder / ".git").mkdir(parents=True)
+        write_rows(folder / "a.jsonl", [{"text": "a"}])
+        for name in ("b.jsonl.bz2", ".c.jsonl"):
+            (folder / name).touch()
+        (folder / "part2").symlink_to(tmp_path)
+        assert [path.name for path in sources.find_files(str(folder), None, notes.append)] == ["a.jsonl"]
+        assert len(notes) == 1
+        assert notes[0].startswith(f"{folder}: left out 4 hidden entries, links to folders and files of other types")
+        (folder / "c.jsonl").symlink_to("gone.jsonl")
+        with pytest.raises(UsageError, match="c.jsonl is a broken link"):
+            sources.find_files(str(folder))
 
     def test_the_token_cache_is_left_out_before_it_has_tokens(self, tmp_path: Path) -> None:
         """A start that was interrupted while the files were hashed leaves JSON files behind."""

@@ -29,6 +29,7 @@ from torchstone.data import sources, tokenizer_pool
 from torchstone.data.cache import CacheOptions, DataSource, TokenCache, open_cache, open_source
 from torchstone.data.content_hash import content_hash
 from torchstone.data.encode import Encoder, EncodingConfig
+from torchstone.data.loader import log_counts
 from torchstone.data.sources import BadRow, Chunk
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
@@ -479,6 +480,18 @@ class TestFiles:
             path.write_bytes(damage(path.read_bytes()))
             assert build_cache(text_file, tokenizer, tmp_path).ids.tolist() == expected
 
+    @pytest.mark.parametrize(
+        "damage",
+        [{"counts": {"rows": "x"}}, {"counts": 5}, {"counts": {"x": 1}}, {"id_type": "object"}, {"id_type": 5}],
+    )
+    def test_a_cache_whose_description_is_damaged_is_built_again(
+        self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path, damage: dict[str, Any]
+    ) -> None:
+        expected = contents(build_cache(text_file, tokenizer, tmp_path))
+        (path,) = tmp_path.glob("*/meta.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+        assert contents(build_cache(text_file, tokenizer, tmp_path)) == expected
+
     def test_an_unchanged_cache_is_not_checked_again(
         self, tokenizer: Tokenizer, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -557,6 +570,11 @@ class TestBadRows:
         assert cache.ids.tolist() == build_cache(clean, tokenizer, tmp_path / "clean").ids.tolist()
         assert cache.origin(0) == f"{mixed}:2"
 
+    def test_the_name_of_a_file_with_bad_rows_need_not_be_utf_8(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / os.fsdecode(b"x\xff.jsonl"), [{"text": "a"}, {"txt": 1}])
+        cache = build_cache(path, tokenizer, tmp_path / "cache", stop=False)
+        assert [json.loads(line)["file"] for line in cache.bad_rows_path.read_text().splitlines()] == [str(path)]
+
     def test_a_cache_built_with_skip_still_stops_without_it(
         self, tokenizer: Tokenizer, mixed: Path, tmp_path: Path
     ) -> None:
@@ -570,8 +588,16 @@ class TestBadRows:
         with pytest.raises(DataError, match=r"masked.jsonl: none of its 3 rows has a token to train on"):
             build_cache(masked, tokenizer, tmp_path, stop=False).check_trainable()
         long = write_rows(tmp_path / "long.jsonl", [{"input_ids": [1] * 200}])
-        with pytest.raises(DataError, match="none of its 1 rows has a token to train on\n  1 are longer"):
+        reason = r"none of its 1 rows has a token to train on\n  1 are longer than .* \(up to 200 tokens\), 0 are bad$"
+        with pytest.raises(DataError, match=reason):
             build_cache(long, tokenizer, tmp_path).check_trainable()
+
+    def test_tokens_are_logged_with_the_rows_that_have_them(
+        self, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1] * length} for length in (5, 200, 7)])
+        log_counts(build_cache(rows, tokenizer, tmp_path), Console("plain"))
+        assert "a.jsonl: 2 of 3 rows, 12 tokens" in "".join(capsys.readouterr())
 
     def test_a_source_without_rows_is_refused(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         (tmp_path / "empty.jsonl").touch()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,18 @@ def fsync(path: Path) -> None:
 def no_follow(path: str, flags: int) -> int:
     """An `opener` that refuses a symlink: a stranger's folder must not make us write elsewhere."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+@contextmanager
+def translate_os_errors(path: Path) -> Iterator[None]:
+    """Raises OSError where a library written in Rust raises a plain Exception, such as for a full disk."""
+    try:
+        yield
+    except Exception as error:
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        if match is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -161,10 +161,13 @@ class TokenCache:
         """
         counts = self.counts
         if counts.trained_tokens == 0:
+            path = self.folder / "row_lengths.bin"
+            longest = f" (up to {self.row_lengths.max()} tokens)" if counts.dropped_long and path.is_file() else ""
+            has_others = counts.rows > counts.dropped_long + counts.bad_rows
             raise DataError(
                 f"{self.source.name}: none of its {counts.rows} rows has a token to train on",
-                f"{counts.dropped_long} are longer than data.context_length, {counts.bad_rows} are bad; "
-                "torchstone inspect-data shows the others",
+                f"{counts.dropped_long} are longer than data.context_length{longest}, {counts.bad_rows} are bad"
+                + ("; torchstone inspect-data shows the others" if has_others else ""),
             )
 
     def first_bad_row(self) -> BadRow:
@@ -230,13 +233,13 @@ def open_cache(
     identities = _file_identities(source)
     key = _cache_key(source, encoding, max_rows, options.cache_dir)
     folder = options.cache_dir / key[:32]
-    if not _is_intact(folder, options.needs_row_lengths):
+    if not _is_intact(folder, encoding, options.needs_row_lengths):
         lock = options.cache_dir / f"{key[:32]}.lock"
         if is_locked(lock):
             console.info(f"waiting for another process that tokenizes {source.name}")
         with file_lock(lock):
             # Another process may have built it while this one waited for the lock.
-            if not _is_intact(folder, options.needs_row_lengths):
+            if not _is_intact(folder, encoding, options.needs_row_lengths):
                 if folder.exists():
                     console.warn(f"{folder} is damaged, or of an earlier version; building it again")
                 _CacheBuilder(source, encoding, options, console, max_rows, key, folder, identities).build()
@@ -351,11 +354,12 @@ class _CacheBuilder:
         # The time limit of a template needs a main thread, which every process of a pool has.
         is_main_thread = threading.current_thread() is threading.main_thread()
         if self.options.num_processes == 0 or (is_main_thread and bytes_left < MIN_POOL_BYTES):
-            encoder = Encoder(self.encoding)
+            encoder = Encoder(self.encoding, self.options.stop_on_bad_row)
             for chunk in chunks:
                 yield chunk, encoder.encode_chunk(chunk)
             return
-        pool = TokenizerPool(self.encoding, self.options.num_processes or _num_cores())
+        num_processes = self.options.num_processes or _num_cores()
+        pool = TokenizerPool(self.encoding, num_processes, self.options.stop_on_bad_row)
         try:
             yield from pool.encode(chunks)
         finally:
@@ -388,7 +392,9 @@ class _CacheBuilder:
             {"file": str(chunk.path), "line": b.line, "reason": b.reason, "hint": b.hint, "row": b.raw}
             for b in encoded.bad_rows
         ]
-        contents[BAD_ROWS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows).encode()
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows)
+        # The name of a file may not be UTF-8.
+        contents[BAD_ROWS_FILE] = lines.encode(errors="backslashreplace")
         for name, data in contents.items():
             files[name].write(data)
             self.sizes[name] += len(data)
@@ -439,16 +445,23 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _is_intact(folder: Path, needs_row_lengths: bool) -> bool:
+def _is_intact(folder: Path, encoding: EncodingConfig, needs_row_lengths: bool) -> bool:
     """Whether the cache exists and its checksums are right. Files unchanged since the last check are not read again."""
     try:
-        checksums = json.loads((folder / "meta.json").read_text())["checksums"]
+        meta = json.loads((folder / "meta.json").read_text())
+        checksums = meta["checksums"]
+        if (meta["id_type"], meta["has_labels"]) != (encoding.id_dtype.name, encoding.has_labels):
+            return False
+        counts = dataclasses.asdict(RowCounts(**meta["counts"]))
+        examples = counts.pop("examples")
+        if not all(type(value) is int for value in counts.values()) or not all(isinstance(e, str) for e in examples):
+            return False
         if needs_row_lengths and "row_lengths.bin" not in checksums:
             return False
         if _is_unchanged(folder, checksums):
             return True
         is_intact = all(_checksum(folder / name) == checksum for name, checksum in checksums.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
     if is_intact:
         _record_check(folder, list(checksums))

@@ -7,10 +7,12 @@ and hundreds of megabytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +38,8 @@ from torchstone.data.word_encoder import WordEncoder, build_word_encoder
 from torchstone.errors import DataError, TorchstoneError, UsageError
 
 MAX_EXAMPLES = 5
+# How many texts are tried to find what a tokenizer puts around a text.
+MAX_PROBES = 100
 # Parts of a message that a template may drop, by their keys.
 OPTIONAL_PARTS = {
     "tool calls": ("tool_calls", "function_call"),
@@ -113,6 +117,7 @@ class RowCounts:
     dropped_pieces: int = 0
     untrained: int = 0
     straddling_tokens: int = 0
+    lost_characters: int = 0
     examples: list[str] = field(default_factory=list)
 
     @property
@@ -152,8 +157,10 @@ class EncodedChunk:
 
 
 class Encoder:
-    def __init__(self, config: EncodingConfig) -> None:
-        self.config = config
+    """With `stop_on_bad_row` the rows of a chunk after a bad one are not encoded."""
+
+    def __init__(self, config: EncodingConfig, stop_on_bad_row: bool = False) -> None:
+        self.config, self.stop_on_bad_row = config, stop_on_bad_row
         self.counts = RowCounts()
 
     def encode_chunk(self, chunk: Chunk) -> EncodedChunk:
@@ -161,14 +168,16 @@ class Encoder:
         rows: list[Row] = []
         bad_rows: list[BadRow] = []
         for row in parse_rows(chunk, self.config.columns):
-            if isinstance(row, BadRow):
-                bad_rows.append(row)
-            else:
+            if not isinstance(row, BadRow):
                 rows.append(row)
+                continue
+            bad_rows.append(row)
+            if self.stop_on_bad_row:
+                break
         self.counts.rows = len(rows) + len(bad_rows)
         sequences: list[tuple[int, TokenSequence]] = []
         row_lengths: list[int] = []
-        for row, encoded in zip(rows, self._encode_rows(rows), strict=True):
+        for row, encoded in zip(rows, self._encode_rows(rows), strict=not self.stop_on_bad_row):
             if isinstance(encoded, BadRow):
                 bad_rows.append(encoded)
             else:
@@ -180,7 +189,10 @@ class Encoder:
         self, sequences: list[tuple[int, TokenSequence]], row_lengths: list[int], bad_rows: list[BadRow]
     ) -> EncodedChunk:
         empty: np.ndarray = np.zeros(0, dtype=np.int64)
-        ids = np.concatenate([empty, *(s.ids for _, s in sequences)]).astype(self.config.id_dtype)
+        ids = np.concatenate([empty, *(s.ids for _, s in sequences)])
+        if ids.max(initial=0) >= self.config.vocab_size:
+            raise UsageError(f"the tokenizer gives the id {ids.max()}, but its vocabulary has {self.config.vocab_size}")
+        ids = ids.astype(self.config.id_dtype)
         labels = None
         if self.config.has_labels:
             labels = np.concatenate([empty, *(s.labels for _, s in sequences)]).astype(np.int32)
@@ -221,6 +233,8 @@ class Encoder:
                     results.append(read_row(row, read))
                 except BadRow as error:
                     results.append(_without_frames(error))
+                    if self.stop_on_bad_row:
+                        break
         readable = [index for index, value in enumerate(results) if not isinstance(value, BadRow)]
         sequences = self._encode_readable([rows[i] for i in readable], [results[i] for i in readable], encode)
         for index, sequence in zip(readable, sequences, strict=True):
@@ -240,8 +254,10 @@ class Encoder:
         except (TorchstoneError, MemoryError):
             raise
         except BaseException as error:
-            if not _is_row_error(error):
+            if not is_library_error(error):
                 raise
+            if "memory allocation" in str(error):
+                raise MemoryError(str(error)) from None
             if len(rows) == 1:
                 return [_without_frames(rows[0].error(f"cannot be tokenized: {type(error).__name__}: {error}"))]
         self.counts.straddling_tokens = straddling_tokens
@@ -257,7 +273,11 @@ class Encoder:
         prefix, suffix = self._special_affixes
         by_word = self._encode_by_word(texts)
         remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
-        encodings = iter(self.tokenizer.encode_batch_fast(remaining, add_special_tokens=False))
+        encode = self.tokenizer.encode_batch if self._drops_characters else self.tokenizer.encode_batch_fast
+        encoded = encode(remaining, add_special_tokens=False)
+        if self._drops_characters:
+            self.counts.lost_characters += sum(map(_count_lost, remaining, encoded))
+        encodings = iter(encoded)
         for row, word_ids in zip(rows, by_word, strict=True):
             ids = next(encodings).ids if word_ids is None else word_ids
             # A piece of a large text file has no special tokens where the text goes on.
@@ -418,6 +438,16 @@ class Encoder:
         return build_word_encoder(self.tokenizer)
 
     @cached_property
+    def _drops_characters(self) -> bool:
+        """Whether characters without a token vanish. Other tokenizers have an unknown token or all bytes, or fail."""
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        model = json.loads(self.config.tokenizer)["model"]
+        if model["type"] != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
+            return False
+        return not set(ByteLevel.alphabet()) <= model["vocab"].keys()
+
+    @cached_property
     def template(self) -> ChatTemplate:
         if self.config.template is None:
             raise UsageError(
@@ -435,13 +465,34 @@ class Encoder:
 
 def special_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special tokens that a tokenizer (of the package tokenizers) itself puts before and after a text."""
-    plain, special = (tokenizer.encode("a", add_special_tokens=is_special).ids for is_special in (False, True))
-    start = next(i for i in range(len(special)) if special[i : i + len(plain)] == plain)
-    return special[:start], special[start + len(plain) :]
+
+    def texts() -> Iterator[str]:
+        yield "a"
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        yield from (token for token in tokenizer.get_vocab() if token not in added)
+
+    failure: BaseException = UsageError("the tokenizer encodes none of its tokens", "its tokenizer.json may be damaged")
+    for text in islice(texts(), MAX_PROBES):
+        try:
+            plain, special = (tokenizer.encode(text, add_special_tokens=is_special).ids for is_special in (False, True))
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            failure = error
+            continue
+        for start in range(len(special) if plain else 0):
+            if special[start : start + len(plain)] == plain:
+                return special[:start], special[start + len(plain) :]
+    raise failure
 
 
-def _is_row_error(error: BaseException) -> bool:
-    """Whether an exception may be about a row: a panic in Rust code is not an Exception."""
+def _count_lost(text: str, encoding: Any) -> int:
+    """The characters without a token. Spaces do not count: tokenizers may drop them on purpose, or rename them."""
+    return max(0, len("".join(text.split())) - sum(len(token.strip(" ▁Ġ")) for token in encoding.tokens))
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Whether a library may have raised an exception about its input: a panic in Rust code is not an Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

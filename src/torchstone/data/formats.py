@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,6 +18,8 @@ from torchstone.data.sources import NO_COLUMNS, Row, unique_keys
 from torchstone.errors import UsageError
 
 IGNORE_INDEX = -100
+# In characters. Tokenizers need about a hundred times the size of a text.
+MAX_TEXT = 1 << 25
 RowFormat = Literal["tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document", "lines"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 Message = dict[str, Any]
@@ -100,17 +103,22 @@ def suggest_columns(value: dict[str, Any]) -> str:
     for key, inner in value.items():
         first = inner[0] if isinstance(inner, list) and inner else None
         if isinstance(first, dict) and ("role" in first or "from" in first):
-            return f"use --data.columns {'messages' if 'role' in first else 'conversations'}={key}"
+            return _columns_flag(**{"messages" if "role" in first else "conversations": key})
     question, answer = find(PROMPT_NAMES, str), find(COMPLETION_NAMES, str)
     if question is None and answer is None and len(strings) == 2 and not find(TEXT_NAMES, str):
         question, answer = strings
     if question and answer:
         return (
-            f"use --data.columns prompt={question},completion={answer}, or instruction={question},output={answer} to "
-            "put them into the chat template"
+            f"{_columns_flag(instruction=question, output=answer)} for a chat model: a question and its answer in the "
+            f"chat template\n  {_columns_flag(prompt=question, completion=answer)} for text that goes on: the two are "
+            "joined as they are, without a template"
         )
     name = find(TEXT_NAMES, str) or (strings[0] if len(strings) == 1 else "NAME")
-    return f"use --data.columns text={name}" + (" with the name of the column to train on" if name == "NAME" else "")
+    return _columns_flag(text=name) + (" with the name of the column to train on" if name == "NAME" else "")
+
+
+def _columns_flag(**columns: str) -> str:
+    return f"use --data.columns {shlex.quote(','.join(f'{name}={column}' for name, column in columns.items()))}"
 
 
 def read_text(row: Row, row_format: RowFormat) -> str:
@@ -223,7 +231,12 @@ def check_train_on(train_on: str) -> None:
 
 
 def check_encodable(row: Row, text: str) -> str:
-    """Raises BadRow for text with NUL or lone surrogates, which are not valid Unicode."""
+    """Raises BadRow for text that is very long, or has NUL or lone surrogates, which are not valid Unicode."""
+    if len(text) > MAX_TEXT:
+        raise row.error(
+            f"a text of more than {MAX_TEXT >> 20} Mi characters: encoding it would take gigabytes",
+            "split it into several rows, or write it to a .txt file, which is read in pieces",
+        )
     if text.isascii():
         if "\0" not in text:
             return text
@@ -244,6 +257,8 @@ def _similar(name: str, known: tuple[str, ...]) -> list[str]:
 def _read_messages(row: Row, values: Any) -> Conversation:
     if not isinstance(values, list) or not values:
         raise row.error("messages is empty or not a list")
+    if any(isinstance(part, dict) and part.get("images") for part in (row.value, *values)):
+        raise row.error("this row has images, which are not read")
     messages = [_read_message(row, index, message) for index, message in enumerate(values)]
     system = row.value.get("system")
     if system is not None and not isinstance(system, str):
@@ -344,7 +359,7 @@ def _read_tools(row: Row) -> list[Any] | None:
     tools = row.value.get("tools")
     if isinstance(tools, str) and tools:
         tools = _parse_json(row, "tools", tools)
-    if not tools:
+    if tools in (None, "", []):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise row.error("tools is not a list of objects")
@@ -371,7 +386,7 @@ def _sharegpt_messages(row: Row) -> list[Message]:
             content: Message = {"content": None, "tool_calls": _sharegpt_calls(row, index, turn.get("value"))}
         else:
             content = {"content": turn.get("value")}
-        messages.append({"role": SHAREGPT_ROLES[speaker], **content, **others})
+        messages.append({**others, "role": SHAREGPT_ROLES[speaker], **content})
     return messages
 
 

@@ -27,7 +27,7 @@ MAX_BAD_ROWS_SHOWN = 3
 MAX_BINS = 12
 # The histogram has a linear scale unless the maximum is this many times the median.
 LOG_SCALE_RATIO = 20
-# The smallest choice in the table of context lengths.
+# The smallest choice in the table of context lengths, unless all rows are shorter.
 MIN_CHOICE = 512
 # What a decoder writes for bytes that are not a complete character.
 REPLACEMENT = "\ufffd"
@@ -134,7 +134,8 @@ def _length_statistics(lengths: np.ndarray) -> dict[str, float]:
         return {}
     median, p90, p99 = (float(value) for value in np.quantile(lengths, [0.5, 0.9, 0.99]))
     low, high = int(lengths.min()), int(lengths.max())
-    return {"min": low, "mean": float(lengths.mean()), "median": median, "p90": p90, "p99": p99, "max": high}
+    statistics = {"min": low, "mean": float(lengths.mean()), "median": median, "p90": p90, "p99": p99, "max": high}
+    return statistics | {"holds_all": _power_of_two(lengths)}
 
 
 def _histogram(lengths: np.ndarray, context_length: int) -> list[dict[str, int]]:
@@ -164,12 +165,14 @@ def _histogram(lengths: np.ndarray, context_length: int) -> list[dict[str, int]]
 def _context_length_table(lengths: np.ndarray, context_length: int) -> list[dict[str, Any]]:
     """What other context lengths would lose: the rows that are longer, and their tokens if they are dropped or cut.
 
-    `lengths` are sorted. The choices are the powers of two from 512 to the first that keeps everything.
+    `lengths` are sorted. The choices are the powers of two from 512 (less if all rows are shorter) to the first that
+    keeps everything.
     """
     if not len(lengths):
         return []
-    choices = [MIN_CHOICE]
-    while choices[-1] < lengths[-1]:
+    power = _power_of_two(lengths)
+    choices = [power // 4, power // 2, power] if power < MIN_CHOICE else [MIN_CHOICE]
+    while choices[-1] < power:
         choices.append(2 * choices[-1])
     total, tokens_before = int(lengths.sum()), np.concatenate(([0], np.cumsum(lengths)))
     table = []
@@ -186,6 +189,11 @@ def _context_length_table(lengths: np.ndarray, context_length: int) -> list[dict
             {"context_length": choice, "rows": rows, "dropped_tokens": dropped, "truncated_tokens": truncated} | shares
         )
     return table
+
+
+def _power_of_two(lengths: np.ndarray) -> int:
+    """The smallest power of two that holds the longest row, but at least 16."""
+    return 1 << max(4, (int(lengths[-1]) - 1).bit_length())
 
 
 def _round_numbers() -> Iterator[int]:
@@ -238,6 +246,7 @@ def _notes(counts: RowCounts, context_length: int) -> list[dict[str, Any]]:
         ),
         (counts.split_long, f"rows split at data.context_length {context_length}", counts.examples),
         (counts.untrained, "sequences without a loss token: nothing is learned from them", []),
+        (counts.lost_characters, "characters without a token in the vocabulary: they are left out of the text", []),
         (counts.straddling_tokens, "tokens that span a prompt and its answer: they are trained on", []),
     )
 
@@ -349,6 +358,7 @@ def _summary(source: dict[str, Any], context_length: int) -> Iterator[str]:
     yield from _table(_count_table(source))
     if source["lengths"]:
         yield f"length of the rows in tokens: {_describe_lengths(source['lengths'])}"
+        yield _describe_longest(source["lengths"], context_length)
     yield from _bars(source["histogram"], context_length)
     yield from _context_length_lines(source["context_lengths"], context_length)
     if source["refused"]:
@@ -389,6 +399,13 @@ def _describe_lengths(lengths: dict[str, float]) -> str:
     return (
         f"{lengths['min']:,} shortest, {lengths['median']:,.6g} median, {lengths['mean']:,.1f} mean, "
         f"{lengths['p90']:,.6g} at 90 %, {lengths['p99']:,.6g} at 99 %, {lengths['max']:,} longest"
+    )
+
+
+def _describe_longest(lengths: dict[str, float], context_length: int) -> str:
+    now = "which is set" if lengths["holds_all"] == context_length else f"now {context_length:,}"
+    return (
+        f"the longest row has {lengths['max']:,} tokens: data.context_length {lengths['holds_all']:,} ({now}) holds all"
     )
 
 
@@ -463,7 +480,10 @@ def _html_total(report: dict[str, Any]) -> str:
 
 def _html_source(source: dict[str, Any], context_length: int) -> str:
     lengths = (
-        f"<p>Length of the rows in tokens: {_describe_lengths(source['lengths'])}</p>\n" if source["lengths"] else ""
+        f"<p>Length of the rows in tokens: {_describe_lengths(source['lengths'])}; "
+        f"{_describe_longest(source['lengths'], context_length)}</p>\n"
+        if source["lengths"]
+        else ""
     )
     refused = f"<p><b>A run refuses this source:</b> {source['refused']}</p>\n" if source["refused"] else ""
     losses = _context_length_rows(source["context_lengths"], context_length)

@@ -63,6 +63,7 @@ class _Text:
             if match:
                 self.at = match.start()
                 return self.buffer[self.at]
+            self.at = len(self.buffer)
             if not self.read_more():
                 raise ValueError("the array has no closing bracket")
 

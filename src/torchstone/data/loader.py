@@ -220,6 +220,8 @@ def tokenize_source(
     check_train_on(data.train_on)
     for note in source.notes:
         console.info(note)
+    for warning in tokenizer.warnings:
+        console.warn(warning)
     is_text = source.row_format in TEXT_FORMATS
     is_stream = is_text and data.packing and data.text_packing == "stream"
     on_long_row = ("split" if is_text else "drop") if data.on_long_row == "auto" else data.on_long_row
@@ -247,7 +249,8 @@ def tokenize_source(
 def log_counts(cache: TokenCache, console: Console) -> None:
     counts, name = cache.counts, cache.source.title
     share = 100 * counts.trained_tokens / max(1, counts.tokens)
-    console.info(f"{name}: {counts.rows} rows, {counts.tokens} tokens, {share:.1f} % of them trained")
+    kept = f"{counts.rows - counts.dropped} of " if counts.dropped else ""
+    console.info(f"{name}: {kept}{counts.rows} rows, {counts.tokens} tokens, {share:.1f} % of them trained")
     examples = f", such as {', '.join(counts.examples[:3])}" if counts.examples else ""
     lost = f"{counts.cropped_tokens} tokens lost"
     warnings = {
@@ -261,6 +264,8 @@ def log_counts(cache: TokenCache, console: Console) -> None:
     for text, number in warnings.items():
         if number:
             console.warn(f"{name}: {number} of {counts.rows} rows {text}")
+    if counts.lost_characters:
+        console.warn(f"{name}: {counts.lost_characters} characters have no token and are left out of the text")
     if counts.straddling_tokens:
         console.warn(f"{name}: {counts.straddling_tokens} tokens span a prompt and its answer; they are trained on")
 

@@ -15,9 +15,12 @@ import io
 import json
 import os
 import re
+import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Literal, NamedTuple, TypeVar, cast, get_args
@@ -55,6 +58,8 @@ SUPPORTED = f"{', '.join(ALL_TYPES)}; all but .parquet also with {' or '.join(CO
 # What `surrogateescape` makes of bytes that are not UTF-8.
 SURROGATE = re.compile("[\udc80-\udcff]")
 MAX_SHOWN = 100
+# A reason may have a key or a role of the row, which can be megabytes.
+MAX_REASON = 1000
 
 
 class BadRow(DataError):
@@ -62,10 +67,9 @@ class BadRow(DataError):
 
     def __init__(self, path: Path, line: int, reason: str, raw: str, hint: str | None = None) -> None:
         # Strings from JSON may have lone surrogates, which can be neither printed nor written.
-        reason, raw = _encodable(reason), _encodable(raw)
-        hint = hint and _encodable(hint)
-        shown = raw.strip()
-        shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
+        reason, raw = _shorten(_encodable(reason), MAX_REASON), _encodable(raw)
+        hint = hint and _shorten(_encodable(hint), MAX_REASON)
+        shown = _shorten(raw.strip(), MAX_SHOWN)
         shown = shown and f"the row starts with {shown}"
         super().__init__(f"{path}:{line}: {reason}", "\n  ".join(filter(None, [shown, hint])) or None)
         self.path, self.line, self.reason, self.raw, self.row_hint = path, line, reason, raw, hint
@@ -221,7 +225,8 @@ def check_columns(columns: Mapping[str, str], keys: Collection[str], prefix: str
         if column not in keys:
             similar = difflib.get_close_matches(column, keys, n=1)
             raise DataError(
-                f"{prefix}data.columns takes {name} from {column!r}, but the keys are {', '.join(keys) or 'none'}",
+                f"{prefix}data.columns takes {name} from {column!r}, but the keys are "
+                + _shorten(", ".join(keys) or "none", MAX_REASON),
                 f"did you mean {name}={similar[0]}?" if similar else None,
             )
 
@@ -300,16 +305,28 @@ def _is_row(raw: bytes) -> bool:
 
 def _files_in(folder: Path, cache_dir: Path | None, notes: list[str]) -> list[Path]:
     """The data files of a folder at any depth, of one group of types. Hidden and output folders are left out."""
-    found: list[Path] = []
-    for name, subfolders, files in os.walk(folder):
+    found, left_out = list[Path](), list[Path]()
+    for name, subfolders, files in os.walk(folder, onerror=_raise):
         parent = Path(name)
         is_cache = cache_dir is not None and cache_dir.exists() and parent.samefile(cache_dir)
         kind = "a token cache" if is_cache else _output_kind(parent, files)
-        subfolders[:] = [] if kind else [each for each in subfolders if not each.startswith(".")]
         if kind:
             notes.append(f"{folder}: left out {parent}, which is {kind}")
+            subfolders.clear()
             continue
-        found += [parent / each for each in files if not each.startswith(".") and (parent / each).is_file()]
+        for path in (parent / each for each in files):
+            is_hidden, is_data = path.name.startswith("."), file_type(path) in ALL_TYPES
+            if is_data and not is_hidden and not path.exists():
+                raise UsageError(f"{path} is a broken link", "restore what it points to, or remove it")
+            (found if is_data and not is_hidden and path.is_file() else left_out).append(path)
+        # A link to a folder is not followed: it may lead back here.
+        left_out += [p for p in (parent / each for each in subfolders) if p.name.startswith(".") or p.is_symlink()]
+        subfolders[:] = [each for each in subfolders if not each.startswith(".")]
+    if left_out:
+        notes.append(
+            f"{folder}: left out {len(left_out)} hidden entries, links to folders and files of other types, such as "
+            f"{', '.join(map(str, left_out[:3]))}"
+        )
     by_group = [sorted(path for path in found if file_type(path) in types) for types in FILE_TYPES]
     chosen = next((files for files in by_group if files), [])
     others = [path for files in by_group if files is not chosen for path in files]
@@ -320,6 +337,10 @@ def _files_in(folder: Path, cache_dir: Path | None, notes: list[str]) -> list[Pa
             f"{file_type(chosen[0])} files (use a glob to read the others)"
         )
     return chosen
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _output_kind(folder: Path, files: list[str]) -> str | None:
@@ -357,7 +378,7 @@ def _line_chunks(path: Path, start: ReadPosition, kind: Literal["lines", "text_l
 
 def _array_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
     """The elements of a JSON array as lines. Resuming reads the file again up to `start`."""
-    number, lines = 0, list[bytes]()
+    number, lines, size = 0, list[bytes](), 0
 
     def chunk() -> Chunk:
         end = ReadPosition(start.file, number, number + 1)
@@ -368,9 +389,10 @@ def _array_chunks(path: Path, start: ReadPosition) -> Iterator[Chunk]:
             for number, element in enumerate(array_lines(_decompress(path, raw)), start=1):
                 if number > start.offset:
                     lines.append(element)
-                if len(lines) == CHUNK_ROWS:
+                    size += len(element)
+                if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
                     yield chunk()
-                    lines = []
+                    lines, size = [], 0
             if lines:
                 yield chunk()
         except DECOMPRESSION_ERRORS as error:
@@ -434,7 +456,7 @@ def _csv_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> 
 def _csv_header(path: Path, fields: list[str] | str) -> list[str]:
     if isinstance(fields, str):
         raise DataError(f"{path}:1: {fields}")
-    repeated = sorted({name for name in fields if name and fields.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(fields).items() if name and count > 1)
     if repeated or SURROGATE.search("".join(fields)):
         raise DataError(f"{path}:1: the header {f'has {repeated[0]!r} twice' if repeated else 'is not UTF-8'}")
     return fields
@@ -491,7 +513,7 @@ def _check_beginning(path: Path) -> bytes:
     if beginning[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(
             f"{path}: is UTF-16 (byte order mark), but it must be UTF-8",
-            f"iconv -f UTF-16 -t UTF-8 {path.name} > NEW{file_type(path)}",
+            f"iconv -f UTF-16 -t UTF-8 {shlex.quote(path.name)} > NEW{file_type(path)}",
         )
     for magic, suffix in MAGIC_BYTES.items():
         if beginning.startswith(magic):
@@ -593,30 +615,68 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
 
     try:
         file = pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
+        names = file.schema_arrow.names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
-    file_size, total_rows = path.stat().st_size, max(1, file.metadata.num_rows)
-    check_columns(columns, file.schema_arrow.names, f"{path}: ")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{path}: the column {repeated[0]!r} occurs twice")
+    check_columns(columns, names, f"{path}: ")
+    groups, first = list(range(file.num_row_groups)), 0
+    while groups and (end := first + file.metadata.row_group(groups[0]).num_rows) <= start.offset:
+        groups, first = groups[1:], end
     # If it has no known columns, the error message still shows the names.
-    names = _columns_to_read(file.schema_arrow.names, columns) or None
-    row = 0
-    for group in range(file.num_row_groups):
-        group_rows = file.metadata.row_group(group).num_rows
-        if row + group_rows <= start.offset:
-            row += group_rows
-            continue
-        bytes_per_row = max(1, file.metadata.row_group(group).total_byte_size // max(1, group_rows))
-        batch_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // bytes_per_row))
-        try:
-            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names):
-                first, row = row, row + len(batch)
-                if first < start.offset:
-                    continue
-                end = ReadPosition(start.file, row, row + 1)
-                payload = _arrow_bytes(pa.Table.from_batches([batch]))
-                yield Chunk("arrow", path, first + 1, payload, len(batch), end, file_size * row // total_rows)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path}: damaged after row {row}: {_one_line(error)}") from None
+    read_group = partial(file.iter_batches, _batch_rows(), columns=_columns_to_read(names, columns) or None)
+    tables = (pa.Table.from_batches([batch]) for group in groups for batch in read_group(row_groups=[group]))
+    row = first
+    try:
+        for chunk in _arrow_chunks(path, start, tables, first, file.metadata.num_rows):
+            row = chunk.end.offset
+            yield chunk
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: damaged after row {row}: {_one_line(error)}") from None
+
+
+def _batch_rows() -> int:
+    """Tables are read a few rows at a time: a long value that occurs in every row may take a few bytes on disk."""
+    return min(8, CHUNK_ROWS)
+
+
+def _arrow_chunks(path: Path, start: ReadPosition, tables: Iterable[Any], row: int, total: int) -> Iterator[Chunk]:
+    """Joins tables of a few rows, of which the first starts at `row`, until they have CHUNK_BYTES in memory."""
+    import pyarrow as pa
+
+    file_size, parts, size = size_on_disk(path), list[Any](), 0
+
+    def chunk() -> Chunk:
+        table = pa.concat_tables(parts).combine_chunks()
+        end, done = ReadPosition(start.file, row, row + 1), file_size * row // max(1, total)
+        return Chunk("arrow", path, row - len(table) + 1, _arrow_bytes(table), len(table), end, done)
+
+    for part in _split_large(map(_decode_dictionaries, tables)):
+        skipped = min(len(part), max(0, start.offset - row))
+        row += len(part)
+        parts.append(part.slice(skipped))
+        size += parts[-1].nbytes
+        if size >= CHUNK_BYTES or sum(map(len, parts)) >= CHUNK_ROWS:
+            yield chunk()
+            parts, size = [], 0
+    if any(map(len, parts)):
+        yield chunk()
+
+
+def _split_large(tables: Iterable[Any]) -> Iterator[Any]:
+    for table in tables:
+        step = 1 if table.nbytes >= CHUNK_BYTES else max(1, len(table))
+        yield from (table.slice(first, step) for first in range(0, len(table), step))
+
+
+def _decode_dictionaries(table: Any) -> Any:
+    import pyarrow as pa
+
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            table = table.set_column(index, field.name, table.column(index).cast(field.type.value_type))
+    return table
 
 
 def _is_datasets_folder(path: Path) -> bool:
@@ -626,10 +686,14 @@ def _is_datasets_folder(path: Path) -> bool:
 def _datasets_split(path: Path) -> Path:
     if (path / "state.json").is_file():
         return path
-    splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
+    try:
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        choices = ", ".join(str(path / split) for split in splits)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path / 'dataset_dict.json'}: not a list of splits: {error!r}") from None
     if "train" in splits:
         return path / "train"
-    raise UsageError(f"{path} has no split named train", f"use one of {', '.join(str(path / s) for s in splits)}")
+    raise UsageError(f"{path} has no split named train", f"use one of {choices}")
 
 
 def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]) -> Iterator[Chunk]:
@@ -646,11 +710,8 @@ def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]
         # The library raises all kinds of errors for damaged files.
         raise DataError(f"{path}: not a readable datasets folder: {_one_line(error)}") from None
     check_columns(columns, table.column_names, f"{path}: ")
-    size = size_on_disk(path)
-    for first in range(start.offset, len(table), CHUNK_ROWS):
-        part = table[first : first + CHUNK_ROWS]
-        end = ReadPosition(start.file, first + len(part), first + len(part) + 1)
-        yield Chunk("arrow", path, first + 1, _arrow_bytes(part), len(part), end, size * end.offset // len(table))
+    parts = (table[first : first + _batch_rows()] for first in range(start.offset, len(table), _batch_rows()))
+    yield from _arrow_chunks(path, start, parts, start.offset, len(table))
 
 
 def _arrow_bytes(table: Any) -> bytes:
@@ -706,13 +767,17 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of a JSON text; raises ValueError for a key that occurs twice, of which Python would use the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} occurs twice in one object")
     return values
 
 
 def _encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _shorten(text: str, size: int) -> str:
+    return text if len(text) <= size else text[: size - 1] + "…"
 
 
 def _one_line(error: Exception) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import IO
 
 PIECE_BYTES = 1 << 21
-# The limit of a field and of a line. A quote that is never closed would read the rest of the file into one field.
-MAX_FIELD = 1 << 28
+# The limit of a record in bytes. A quote that is never closed would read the rest of the file into one field.
+MAX_RECORD = 1 << 26
 
 
 def read_pieces(stream: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
@@ -40,13 +40,25 @@ def _last_break(block: bytes) -> int:
 def read_records(stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yields the first line of each record, and its fields or what is wrong with it. Blank lines are not records.
 
-    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`). Raises ValueError for a line that is too long,
-    and for a quote that is not closed: everything after it would be one field.
+    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`). Raises ValueError for a record that is too
+    long, and for a quote that is not closed: everything after it would be one field.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_FIELD))
-    reader = csv.reader(_read_lines(stream), delimiter=delimiter, strict=True)
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
+    size = 0
+
+    def read_lines() -> Iterator[str]:
+        nonlocal size
+        bom = "\ufeff"
+        while line := stream.readline(MAX_RECORD + 1):
+            size += len(line)
+            if size > MAX_RECORD:
+                raise ValueError(f"a record has more than {MAX_RECORD} bytes: it may have a quote that is not closed")
+            yield line.decode("utf-8", "surrogateescape").removeprefix(bom)
+            bom = ""
+
+    reader = csv.reader(read_lines(), delimiter=delimiter, strict=True)
     while True:
-        line = reader.line_num + 1
+        line, size = reader.line_num + 1, 0
         try:
             fields = next(reader)
         except StopIteration:
@@ -61,12 +73,3 @@ def read_records(stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, list[
             continue
         if fields:
             yield line, fields
-
-
-def _read_lines(stream: IO[bytes]) -> Iterator[str]:
-    bom = "\ufeff"
-    while line := stream.readline(MAX_FIELD + 1):
-        if len(line) > MAX_FIELD:
-            raise ValueError(f"a line has more than {MAX_FIELD} bytes")
-        yield line.decode("utf-8", "surrogateescape").removeprefix(bom)
-        bom = ""

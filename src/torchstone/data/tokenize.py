@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchstone.data.encode import EncodingConfig, special_affixes
+from torchstone.atomic import translate_os_errors
+from torchstone.data.encode import EncodingConfig, is_library_error, special_affixes
 from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat
 from torchstone.data.sources import NO_COLUMNS
 from torchstone.data.template import ChatTemplate, load_template
-from torchstone.errors import UsageError
+from torchstone.errors import TorchstoneError, UsageError
 
 # How tokenizers with byte fallback name a single byte.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 MAX_VOCAB_SIZE = 1 << 22
+# An answer to find in what a template renders.
+PROBE = "torchstone-probe"
+# How many times as long replacements may make a text.
+MAX_GROWTH = 1000
+# The first four bytes of the base64 of a table are the size of its first part.
+CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/]{6})')
 
 
 class Tokenizer:
@@ -33,6 +44,34 @@ class Tokenizer:
         # A saved tokenizer may have the truncation and padding of an earlier call.
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
+        # What the loader warns about.
+        self.warnings: list[str] = []
+        if getattr(hf.backend_tokenizer.model, "dropout", None):
+            hf.backend_tokenizer.model.dropout = None
+            self.warnings.append(f"{path}: the dropout of the tokenizer is off: the same text gives the same tokens")
+        self._check_growth()
+        outside = [i for ids in self._affixes for i in ids if i >= self.size]
+        if outside:
+            raise UsageError(
+                f"{path}: the tokenizer adds the token {outside[0]} to every text, but its vocabulary has {self.size}",
+                "its tokenizer.json is damaged; copy or download it again",
+            )
+
+    def _check_growth(self) -> None:
+        """Raises UsageError if replacements make a text very long: Rust ends the process when the memory is full."""
+        growth, backend = [1], self.hf.backend_tokenizer
+
+        def add_replacement(value: dict[str, Any]) -> None:
+            if value.get("type") == "Replace":
+                growth.append(max(1, len(value["content"])))
+
+        for step in (backend.normalizer, backend.decoder):
+            if step is not None:
+                json.loads(step.__getstate__(), object_hook=add_replacement)
+        if math.prod(growth) > MAX_GROWTH:
+            raise UsageError(
+                f"{self.path}: replacements of the tokenizer make a text {math.prod(growth)} times as long"
+            )
 
     @cached_property
     def size(self) -> int:
@@ -63,17 +102,23 @@ class Tokenizer:
         """Tokens that end an answer: eos, and the token with which the template ends an assistant turn."""
         ids = set() if self.hf.eos_token_id is None else {self.hf.eos_token_id}
         if self.hf.chat_template:
-            messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            rendered = self.template.render_conversation(messages)
-            answer = rendered.text[slice(*rendered.train_spans[0])]
-            special = [i for i in self.encode(answer.partition("b")[2]) if i in self.hf.all_special_ids]
-            ids.update(special[:1])
+            messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+            try:
+                end = self.template.render_text(messages).rpartition(PROBE)[2]
+                ids.update([i for i in self.encode(end) if i in self.hf.all_special_ids][:1])
+            except TorchstoneError as error:
+                self.warnings.append(f"only the eos token ends an answer: {error.message}")
         return sorted(ids)
 
     @cached_property
     def text_prefix(self) -> list[int]:
         """The special tokens that the tokenizer itself puts before every text, such as BOS."""
-        return special_affixes(self.hf.backend_tokenizer)[0]
+        return self._affixes[0]
+
+    @cached_property
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        with self._translate_errors():
+            return special_affixes(self.hf.backend_tokenizer)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -114,7 +159,17 @@ class Tokenizer:
         return np.array(counts)
 
     def encode(self, text: str) -> list[int]:
-        return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        with self._translate_errors():
+            return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not is_library_error(error) or isinstance(error, (TorchstoneError, MemoryError)):
+                raise
+            raise UsageError(f"{self.path}: the tokenizer cannot encode a text: {error}") from None
 
     def encoding_config(
         self,
@@ -143,7 +198,12 @@ class Tokenizer:
         return self.hf.decode(ids, skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        self.hf.save_pretrained(folder)
+        try:
+            with translate_os_errors(folder):
+                self.hf.save_pretrained(folder)
+        except ValueError as error:
+            # Transformers refuses a chat template whose name is a path.
+            raise UsageError(f"{self.path}: the tokenizer cannot be saved: {error}") from None
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
@@ -154,13 +214,24 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_
         raise UsageError(
             f"tokenizer folder {folder} does not exist", "set --model.tokenizer to a folder with tokenizer.json"
         )
+    _check_charsmap(folder / "tokenizer.json")
     try:
         # trust_remote_code is always passed: without it Transformers would ask on the terminal.
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        # Transformers raises all kinds of errors for damaged files.
+    except BaseException as error:
+        # Transformers and tokenizers raise all kinds of errors for damaged files.
+        if not is_library_error(error):
+            raise
         message = " ".join(str(error).split())[:300]
         raise UsageError(f"{folder}: Transformers cannot read the tokenizer: {message}") from None
     if chat_template is not None:
         hf.chat_template = load_template(chat_template)
     return Tokenizer(hf, str(folder))
+
+
+def _check_charsmap(path: Path) -> None:
+    """Raises UsageError for a table of characters whose size is wrong: the library would allocate it, up to 8 GiB."""
+    content = path.read_bytes() if path.is_file() else b""
+    for match in CHARSMAP.finditer(content):
+        if int.from_bytes(base64.b64decode(match[1] + b"==")[:4], "little") > len(content):
+            raise UsageError(f"{path}: the precompiled_charsmap is damaged", "copy or download the file again")

@@ -31,7 +31,7 @@ MAX_AHEAD = 4
 
 
 class TokenizerPool:
-    def __init__(self, config: EncodingConfig, num_processes: int) -> None:
+    def __init__(self, config: EncodingConfig, num_processes: int, stop_on_bad_row: bool = False) -> None:
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
         # The children import the same modules: they get this process's sys.path and, with -P, not the current folder.
         environment = os.environ | {
@@ -51,12 +51,12 @@ class TokenizerPool:
             )
             child_end.close()
             self._processes[own_end] = process
-        self._config = config
+        self._encoder_arguments = config, stop_on_bad_row
 
     def encode(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, EncodedChunk]]:
         """Yields every chunk, without its payload, and its result, in order."""
         for connection in self._processes:
-            self._send(connection, self._config)
+            self._send(connection, self._encoder_arguments)
         idle, busy = list(self._processes), dict[Connection, int]()
         pending: dict[int, Chunk] = {}
         results: dict[int, EncodedChunk] = {}
@@ -84,7 +84,7 @@ class TokenizerPool:
             process.kill()
             process.wait()
 
-    def _send(self, connection: Connection, message: EncodingConfig | Chunk) -> None:
+    def _send(self, connection: Connection, message: tuple[EncodingConfig, bool] | Chunk) -> None:
         try:
             connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
@@ -114,7 +114,7 @@ def serve(descriptor: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     try:
-        encoder = Encoder(connection.recv())
+        encoder = Encoder(*connection.recv())
         while True:
             connection.send(_reply(encoder, connection.recv()))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -127,5 +127,11 @@ def _reply(encoder: Encoder, chunk: Chunk) -> Any:
     except errors.TorchstoneError as error:
         kind = next(kind for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
         return kind.__name__, error.message, error.hint
+    except MemoryError as error:
+        return (
+            "OutOfMemoryError",
+            f"a tokenizing process is out of memory: {error}",
+            "use fewer: --data.prepare_workers 1",
+        )
     except Exception:
         return None, traceback.format_exc(), None

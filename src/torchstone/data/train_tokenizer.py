@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torchstone.atomic import new_folder
+from torchstone.atomic import new_folder, translate_os_errors
 from torchstone.data.cache import DataSource, columns_per_path, open_source
 from torchstone.data.formats import (
     TEXT_FORMATS,
@@ -69,7 +68,8 @@ def train_tokenizer(
     if pattern not in PATTERNS:
         raise UsageError(f"unknown pattern {pattern!r}", f"use one of {', '.join(get_args(Pattern))}")
     template = None if chat_template is None else load_template(chat_template)
-    tokens = _special_tokens(template, special, bos)
+    notes: list[str] = []
+    tokens = _special_tokens(template, special, bos, notes)
     _check_sizes(names, vocab_size, min_frequency, tokens)
     console = console or Console("quiet")
     sources = [
@@ -84,7 +84,7 @@ def train_tokenizer(
         _add_bos(backend)
     hf = _to_transformers(backend, tokens, template)
     size = len(hf)
-    notes = [f"every text begins with {BOS} (--no-bos leaves it out)" if bos else NO_BOS_NOTE]
+    notes.append(f"every text begins with {BOS} (--no-bos leaves it out)" if bos else NO_BOS_NOTE)
     if size < vocab_size:
         notes.append(
             f"the vocabulary has {size} tokens, not {vocab_size}: no other pair of tokens occurs {min_frequency} times "
@@ -113,7 +113,7 @@ def train_tokenizer(
 def save_tokenizer(hf: Any, folder: Path) -> None:
     """Writes a Hugging Face folder atomically."""
     check_target(folder)
-    with new_folder(folder) as work:
+    with new_folder(folder) as work, translate_os_errors(folder):
         hf.save_pretrained(work)
 
 
@@ -148,7 +148,7 @@ def _open_text_source(name: str, stop_on_bad_row: bool, columns: Mapping[str, st
     return source
 
 
-def _special_tokens(template: str | None, more: Sequence[str], bos: bool) -> list[str]:
+def _special_tokens(template: str | None, more: Sequence[str], bos: bool, notes: list[str]) -> list[str]:
     """All special tokens in the order of their ids."""
     for token in more:
         # A single character could be one of the letters that stand for bytes.
@@ -157,10 +157,10 @@ def _special_tokens(template: str | None, more: Sequence[str], bos: bool) -> lis
                 f"{token!r} cannot be a special token", "a special token has at least two characters, such as <|name|>"
             )
     has_bos = bos or (template is not None and re.search(r"\bbos_token\b", template))
-    return list(dict.fromkeys([EOS, PAD, *([BOS] if has_bos else []), *_template_tokens(template), *more]))
+    return list(dict.fromkeys([EOS, PAD, *([BOS] if has_bos else []), *_template_tokens(template, notes), *more]))
 
 
-def _template_tokens(template: str | None) -> list[str]:
+def _template_tokens(template: str | None, notes: list[str]) -> list[str]:
     """Every `<|name|>` in the source of a template or in what it renders."""
     if template is None:
         return []
@@ -170,8 +170,12 @@ def _template_tokens(template: str | None) -> list[str]:
     texts = [template]
     for messages in ([user, answer], [{"role": "system", "content": "d"}, user, answer], [user, answer, tool]):
         # Not every template takes every role.
-        with suppress(DataError):
+        try:
             texts.append(chat_template.render_prompt(messages))
+        except DataError as error:
+            reason = str(error)
+    if len(texts) == 1:
+        notes.append(f"the chat template renders no conversation, only its source is searched for tokens: {reason}")
     return [token for text in texts for token in re.findall(r"<\|\w+\|>", text)]
 
 

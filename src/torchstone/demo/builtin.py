@@ -57,7 +57,7 @@ def tokenizer_folder(name: str, cache_dir: Path) -> Path:
     if not folder.is_dir():
         with atomic.file_lock(folder.with_name(f"{folder.name}.lock")):
             if not folder.is_dir():
-                with atomic.new_folder(folder) as work:
+                with atomic.new_folder(folder) as work, atomic.translate_os_errors(folder):
                     make_tokenizer().save_pretrained(work)
     return folder
 

@@ -1,0 +1,237 @@
+"""Tokenizers that others wrote: what they do to a text is what Transformers does, or an error that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny import write_rows
+from torchstone.atomic import translate_os_errors
+from torchstone.data import render_limits
+from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.template import ChatTemplate
+from torchstone.data.tokenize import Tokenizer, load_tokenizer
+from torchstone.data.train_tokenizer import save_tokenizer, train_tokenizer
+from torchstone.errors import DataError, UsageError
+from torchstone.observe.console import Console
+
+LETTERS = {"<s>": 0, "</s>": 1, "A": 2, "C": 3, "G": 4, "T": 5}
+REPLACE = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 1000}
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def begin_with(token: str, number: int) -> dict[str, Any]:
+    """A post-processor that puts a token before a text."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+@pytest.fixture
+def edited(tokenizer_dir: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The folder of the demo's tokenizer with other parts of tokenizer.json, and the chat template `template`."""
+
+    def edit(template: str | None = None, **parts: Any) -> Path:
+        folder = tmp_path / "tokenizer"
+        shutil.copytree(tokenizer_dir, folder)
+        settings = json.loads((folder / "tokenizer.json").read_text())
+        model = settings["model"] | parts.pop("model", {})
+        (folder / "tokenizer.json").write_text(json.dumps(settings | {"model": model} | parts))
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
+        return folder
+
+    return edit
+
+
+@pytest.fixture
+def letters(edited: Callable[..., Path]) -> Callable[..., Tokenizer]:
+    """A tokenizer that knows four letters."""
+
+    def make(**parts: Any) -> Tokenizer:
+        added = [
+            {"id": i, "content": token, "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            for token, i in (("<s>", 0), ("</s>", 1))
+        ]
+        none = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "post_processor"))
+        folder = edited(model={"vocab": LETTERS, "merges": []}, added_tokens=added, **none | parts)
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names))
+        return load_tokenizer(folder)
+
+    return make
+
+
+def build_cache(rows: list[dict[str, Any]], tokenizer: Tokenizer, folder: Path, **options: Any) -> TokenCache:
+    source = open_source(str(write_rows(folder / "rows.jsonl", rows)))
+    encoding = tokenizer.encoding_config(source.row_format, None, "")
+    return open_cache(source, encoding, CacheOptions(folder / "cache", 0, **options), Console("quiet"))
+
+
+@pytest.mark.parametrize("number", [500_000, 65_541])
+def test_a_token_outside_the_vocabulary_is_refused(edited: Callable[..., Path], number: int) -> None:
+    """It would be stored modulo 65,536: the model would learn another token."""
+    with pytest.raises(UsageError, match=f"adds the token {number} to every text, but its vocabulary has"):
+        load_tokenizer(edited(post_processor=begin_with("<|x|>", number)))
+
+
+def test_texts_begin_as_in_transformers_whatever_letters_there_are(
+    letters: Callable[..., Tokenizer], tmp_path: Path
+) -> None:
+    tokenizer = letters(post_processor=begin_with("<s>", 0))
+    cache = build_cache([{"text": "ACGT"}], tokenizer, tmp_path)
+    assert cache.ids.tolist() == [*tokenizer.hf("ACGT").input_ids, 1] == [0, 2, 3, 4, 5, 1]
+    assert tokenizer.text_prefix == [0]
+
+
+def test_characters_without_a_token_are_counted(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
+    cache = build_cache([{"text": "hello AC lost"}, {"text": "A C"}], letters(), tmp_path)
+    assert cache.ids.tolist() == [2, 3, 1] * 2
+    assert cache.counts.lost_characters == 9
+
+
+def test_texts_are_encoded_without_a_post_processor(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
+    assert build_cache([{"text": "ACGT"}], letters(), tmp_path).ids.tolist() == [2, 3, 4, 5, 1]
+
+
+def test_dropout_is_turned_off_and_named(edited: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    dropped = load_tokenizer(edited(model={"dropout": 0.9}))
+    text = "The same text gives the same tokens."
+    assert dropped.encode(text) == tokenizer.encode(text)
+    assert any("dropout" in warning for warning in dropped.warnings)
+
+
+@pytest.mark.parametrize("source", ["{{ ['!', '?'] | random }}", "{{ lipsum() }}"])
+def test_a_template_has_no_random_text(source: str) -> None:
+    with pytest.raises((UsageError, DataError), match="random|lipsum"):
+        ChatTemplate(source, {}).render_text(CHAT["messages"])
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 4}}, "1000000000000 times as long"),
+        ({"decoder": {"type": "Sequence", "decoders": [REPLACE] * 2}}, "1000000 times as long"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "//////////8="}}, "precompiled_charsmap is"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot read the tokenizer"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "cannot encode a text"),
+    ],
+)
+def test_a_tokenizer_that_would_end_the_process_is_refused(
+    edited: Callable[..., Path], parts: dict[str, Any], reason: str
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UsageError, match=reason):
+        load_tokenizer(edited(**parts))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+
+
+def test_a_text_that_cannot_be_encoded_is_a_usage_error(edited: Callable[..., Path]) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "<|endoftext|>": 1}, "unk_token": "?"}
+    tokenizer = load_tokenizer(edited(model=model, added_tokens=[]))
+    with pytest.raises(UsageError, match="the tokenizer cannot encode a text"):
+        tokenizer.encode("b")
+
+
+@pytest.mark.parametrize(
+    ("end", "has_end", "has_warning"),
+    [
+        ("{% if add_generation_prompt %}<|assistant|><think>{% endif %}", True, False),
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}", False, True),
+    ],
+)
+def test_a_template_need_not_be_stable_to_generate(
+    edited: Callable[..., Path], end: str, has_end: bool, has_warning: bool
+) -> None:
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" + end
+    tokenizer = load_tokenizer(edited(source))
+    ends = [tokenizer.hf.eos_token_id, *([tokenizer.hf.convert_tokens_to_ids("<|end|>")] if has_end else [])]
+    assert tokenizer.stop_ids == sorted(ends)
+    assert bool(tokenizer.warnings) == has_warning
+
+
+def test_several_templates_give_the_eos_token_only(edited: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(edited())
+    tokenizer.hf.chat_template = {"default": "a", "tool_use": "b"}
+    assert tokenizer.stop_ids == [tokenizer.hf.eos_token_id]
+    assert "several chat templates" in tokenizer.warnings[0]
+
+
+class TestLoopingTemplates:
+    @pytest.fixture(autouse=True)
+    def short_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(render_limits, "TIME_LIMIT", 0.02)
+
+    def test_the_first_bad_row_stops_its_chunk(
+        self, edited: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With MAX_TIMEOUTS 2 a second row would be another error."""
+        monkeypatch.setattr(render_limits, "MAX_TIMEOUTS", 2)
+        with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template took more than"):
+            build_cache([CHAT] * 5, load_tokenizer(edited(LOOP)), tmp_path)
+
+    def test_bad_rows_are_not_skipped_for_ever(self, edited: Callable[..., Path], tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="10 conversations in a row"):
+            build_cache([CHAT] * 20, load_tokenizer(edited(LOOP)), tmp_path, stop_on_bad_row=False)
+
+    def test_a_trained_tokenizer_names_a_template_that_renders_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "loop.jinja").write_text(LOOP)
+        data = write_rows(tmp_path / "a.jsonl", [{"text": "some text"}])
+        _, report = train_tokenizer([str(data)], 300, chat_template=str(tmp_path / "loop.jinja"))
+        assert "the chat template renders no conversation" in report["notes"][0]
+
+
+def test_out_of_memory_is_not_the_fault_of_a_row(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def encode_batch_fast(self, *args: Any, **options: Any) -> Any:
+            raise RuntimeError("Onig: fail to memory allocation")
+
+    monkeypatch.setattr("torchstone.data.encode.Encoder.tokenizer", Full())
+    monkeypatch.setattr("torchstone.data.encode.Encoder._word_encoder", None)
+    with pytest.raises(MemoryError, match="Onig"):
+        build_cache([{"text": "a"}], tokenizer, tmp_path)
+
+
+class TestSaving:
+    def test_a_full_disk_is_an_os_error(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        full = tmp_path / "full"
+        full.mkdir()
+        (full / "tokenizer.json").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            tokenizer.save(full)
+        assert (caught.value.errno, caught.value.filename) == (28, str(full))
+
+    def test_other_errors_stay_as_they_are(self, tmp_path: Path) -> None:
+        for error in (ValueError("no"), OSError(13, "denied")):
+            with pytest.raises(type(error)) as caught, translate_os_errors(tmp_path):
+                raise error
+            assert caught.value is error
+
+    def test_a_new_tokenizer_on_a_full_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Full:
+            def save_pretrained(self, folder: Path) -> None:
+                raise Exception(f"{os.strerror(28)} (os error 28)")
+
+        with pytest.raises(OSError, match="No space left on device"):
+            save_tokenizer(Full(), tmp_path / "new")
+        assert not list(tmp_path.iterdir())
+
+    def test_a_template_that_is_named_like_a_path_is_refused(self, edited: Callable[..., Path], tmp_path: Path) -> None:
+        tokenizer = load_tokenizer(edited())
+        tokenizer.hf.chat_template = {"default": "a", "../../x": "b"}
+        with pytest.raises(UsageError, match="the tokenizer cannot be saved"):
+            tokenizer.save(tmp_path / "new")
