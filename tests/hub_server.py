@@ -34,7 +34,7 @@ class HubServer(ThreadingHTTPServer):
         self.user_agents: set[str] = set()
         # The answer for a repository instead of its files: status and X-Error-Code.
         self.refused: dict[str, tuple[int, str]] = {}
-        # What is sent instead of the commit, the names and the ETags of files.
+        # What is sent instead of the commit and the names of files.
         self.forged: dict[str, object] = {}
         # How many bytes of a file are sent before the connection breaks, once for each number; -1 for an error 503.
         self.cuts: dict[str, list[int]] = {}
@@ -108,7 +108,6 @@ class Handler(BaseHTTPRequestHandler):
         self._json(
             [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                | dict(self.server.forged.get("entry", {}))  # type: ignore[call-overload]
                 for name, data in files.items()
             ]
         )
@@ -122,8 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.cuts[name].pop(0)
             self._error(503, "")
             return
-        etag = self.server.forged.get("etag", hashlib.sha256(data).hexdigest())
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": self.server.sha(repo, revision)}
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": self.server.sha(repo, revision)}
         start = int(re.sub(r"\D", "", self.headers.get("Range", "0")))
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console
 
 LETTERS = {"<s>": 0, "</s>": 1, "A": 2, "C": 3, "G": 4, "T": 5}
-REPLACE = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 1000}
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
@@ -122,20 +120,13 @@ def test_a_template_has_no_random_text(source: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 4}}, "1000000000000 times as long"),
-        ({"decoder": {"type": "Sequence", "decoders": [REPLACE] * 2}}, "1000000 times as long"),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "//////////8="}}, "precompiled_charsmap is"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot read the tokenizer"),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "cannot encode a text"),
     ],
 )
-def test_a_tokenizer_that_would_end_the_process_is_refused(
-    edited: Callable[..., Path], parts: dict[str, Any], reason: str
-) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def test_a_tokenizer_that_panics_is_refused(edited: Callable[..., Path], parts: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         load_tokenizer(edited(**parts))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
 def test_a_text_that_cannot_be_encoded_is_a_usage_error(edited: Callable[..., Path]) -> None:

@@ -453,7 +453,9 @@ def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[M
         _check_chat(folder, config, tokenizer)
     with translate_out_of_memory("the model", device):
         model = load_model(folder, device, execution=execution)
-    for warning in model.warnings:
+    # Finding the stop tokens may add a warning.
+    _ = tokenizer.stop_ids
+    for warning in (*model.warnings, *tokenizer.warnings):
         Console().warn(warning)
     check_vocabulary(model, tokenizer)
     return model, tokenizer

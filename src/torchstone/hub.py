@@ -11,22 +11,20 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, partial, wraps
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from torchstone.errors import TorchstoneError, UsageError
 from torchstone.observe.console import Console
 
-T = TypeVar("T")
 PREFIX = "hub:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-ETAG = re.compile(r"[\w=+-][\w.=+:-]*")
 DATASET = re.compile(r"hub:([^/@]+/[^/@]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(.+))?")
 # What a model needs besides its weights, in the repository's top folder.
 MODEL_FILES = (
@@ -154,38 +152,14 @@ def _is_repo_id(repo: str) -> bool:
     return True
 
 
-@cache
 def _huggingface_hub() -> ModuleType:
     import huggingface_hub.constants
     import huggingface_hub.errors
-    import huggingface_hub.file_download as download
     import huggingface_hub.utils
 
     # Otherwise its requests would tell the version of torch, and which tool started this process.
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
-    # It makes paths of the commit and the ETags that a hub sends, and does not check them.
-    api = huggingface_hub.HfApi
-    api.repo_info = _with_check(api.repo_info, lambda info: _check_names(info.sha))  # type: ignore[method-assign]
-    metadata = download._get_metadata_or_catch_error
-    download._get_metadata_or_catch_error = _with_check(metadata, lambda answer: _check_names(answer[2], answer[1]))
     return huggingface_hub
-
-
-def _with_check(function: Callable[..., T], check: Callable[[T], None]) -> Callable[..., T]:
-    @wraps(function)
-    def checked(*args: Any, **options: Any) -> T:
-        result = function(*args, **options)
-        check(result)
-        return result
-
-    return checked
-
-
-def _check_names(commit: Any, etag: Any = None) -> None:
-    """Raises UsageError for what is not a commit or a plain name; None is a request without an answer."""
-    for kind, pattern, name in (("commit", COMMIT, commit), ("ETag", ETAG, etag)):
-        if name is not None and (not isinstance(name, str) or pattern.fullmatch(name) is None):
-            raise UsageError(f"the hub sends the {kind} {str(name)[:100]!r}, which is not one", "check HF_ENDPOINT")
 
 
 def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str] | None]:
@@ -200,8 +174,11 @@ def _look_up(name: HubName, console: Console) -> tuple[HubName, str, list[str] |
         options = {"repo_type": name.repo_type, "revision": name.revision, "timeout": ANSWER_SECONDS}
         info = hub.HfApi().repo_info(name.repo, **options)
         files = [file.rfilename for file in info.siblings or ()]
-        if not isinstance(info.sha, str) or not all(isinstance(file, str) for file in files):
-            raise UsageError(f"{name}: the hub sends no commit, or files without names", "check HF_ENDPOINT")
+        # huggingface_hub would make a path of it.
+        if not isinstance(info.sha, str) or COMMIT.fullmatch(info.sha) is None:
+            raise UsageError(f"{name}: the hub sends {str(info.sha)[:100]!r} instead of a commit", "check HF_ENDPOINT")
+        if not all(isinstance(file, str) for file in files):
+            raise UsageError(f"{name}: the hub sends files without names", "check HF_ENDPOINT")
         return name, info.sha, files
     except TorchstoneError:
         raise

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import math
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -27,10 +24,6 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 MAX_VOCAB_SIZE = 1 << 22
 # An answer to find in what a template renders.
 PROBE = "torchstone-probe"
-# How many times as long replacements may make a text.
-MAX_GROWTH = 1000
-# The first four bytes of the base64 of a table are the size of its first part.
-CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/]{6})')
 
 
 class Tokenizer:
@@ -49,28 +42,11 @@ class Tokenizer:
         if getattr(hf.backend_tokenizer.model, "dropout", None):
             hf.backend_tokenizer.model.dropout = None
             self.warnings.append(f"{path}: the dropout of the tokenizer is off: the same text gives the same tokens")
-        self._check_growth()
         outside = [i for ids in self._affixes for i in ids if i >= self.size]
         if outside:
             raise UsageError(
                 f"{path}: the tokenizer adds the token {outside[0]} to every text, but its vocabulary has {self.size}",
                 "its tokenizer.json is damaged; copy or download it again",
-            )
-
-    def _check_growth(self) -> None:
-        """Raises UsageError if replacements make a text very long: Rust ends the process when the memory is full."""
-        growth, backend = [1], self.hf.backend_tokenizer
-
-        def add_replacement(value: dict[str, Any]) -> None:
-            if value.get("type") == "Replace":
-                growth.append(max(1, len(value["content"])))
-
-        for step in (backend.normalizer, backend.decoder):
-            if step is not None:
-                json.loads(step.__getstate__(), object_hook=add_replacement)
-        if math.prod(growth) > MAX_GROWTH:
-            raise UsageError(
-                f"{self.path}: replacements of the tokenizer make a text {math.prod(growth)} times as long"
             )
 
     @cached_property
@@ -214,7 +190,6 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_
         raise UsageError(
             f"tokenizer folder {folder} does not exist", "set --model.tokenizer to a folder with tokenizer.json"
         )
-    _check_charsmap(folder / "tokenizer.json")
     try:
         # trust_remote_code is always passed: without it Transformers would ask on the terminal.
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
@@ -227,11 +202,3 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_
     if chat_template is not None:
         hf.chat_template = load_template(chat_template)
     return Tokenizer(hf, str(folder))
-
-
-def _check_charsmap(path: Path) -> None:
-    """Raises UsageError for a table of characters whose size is wrong: the library would allocate it, up to 8 GiB."""
-    content = path.read_bytes() if path.is_file() else b""
-    for match in CHARSMAP.finditer(content):
-        if int.from_bytes(base64.b64decode(match[1] + b"==")[:4], "little") > len(content):
-            raise UsageError(f"{path}: the precompiled_charsmap is damaged", "copy or download the file again")
