@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from torchstone.api import Chat
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
-PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1, lt=2**63))]
+NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=2**63))]
 Switch = Annotated[bool, Parameter(negative="")]
 LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
@@ -396,7 +396,7 @@ class Commands:
         *,
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         device: Device = "auto",
-        limit: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 60.0,
+        limit: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1e8))] = 60.0,
         as_json: JsonFlag = False,
     ) -> None:
         """Check that all ranks of a launch reach each other and that collectives are correct, and measure their speed.

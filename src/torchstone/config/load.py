@@ -383,6 +383,8 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         for limit in annotations:
             if isinstance(limit, Range) and not limit.contains(result):
                 raise UsageError(f"{key} must be {limit}, not {value}")
+        if isinstance(result, int) and result >= 2**63:
+            raise UsageError(f"{key} must be less than 2^63, not {value}")
         return result
     if origin in (Union, types.UnionType):
         return _convert_optional(value, annotation, key)

@@ -45,13 +45,20 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FamilyName = Literal[
     "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text", "phi3", "gpt2"
 ]
+# Every integer is below 2^63. What is multiplied with others (sizes, batches, tokens, epochs) has a lower limit.
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
+Depth = Annotated[int, Range(1, 10_000)]
+Width = Annotated[int, Range(1, 1e8)]
+Size = Annotated[int, Range(1, 1e9)]
+TokenCount = Annotated[int, Range(1, 1e16)]
 PositiveFloat = Annotated[float, Range(0, exclude_min=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
+Weight = Annotated[float, Range(1e-9, 1e18)]
+Epochs = Annotated[float, Range(1e-9, 1e9)]
+Seconds = Annotated[float, Range(0, 1e8, exclude_min=True)]
 Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 1, exclude_max=True)]
-Seed = Annotated[int, Range(0, 2**63, exclude_max=True)]
 ZeroStage = Annotated[int, Range(1, 3)]
 ThreadCount = Annotated[int, Range(1, 1024)]
 WorkerCount = Annotated[int, Range(0, 256)]
@@ -68,19 +75,19 @@ class ModelConfig:
     family: FamilyName = "llama"
     """Architecture of a new model."""
 
-    depth: PositiveInt | None = None
+    depth: Depth | None = None
     """Layers of a new model; width, heads and initialization are derived from it and logged."""
 
-    width: PositiveInt | None = None
+    width: Width | None = None
     """Hidden size of a new model; by default 64 x depth."""
 
-    heads: PositiveInt | None = None
+    heads: Size | None = None
     """Attention heads of a new model; by default width / 64 up to a width of 1024, and width / 128 above."""
 
-    kv_heads: PositiveInt | None = None
+    kv_heads: Size | None = None
     """Key/value heads of a new model; by default the same as heads."""
 
-    mlp_width: PositiveInt | None = None
+    mlp_width: Size | None = None
     """MLP width of a new model; by default 8/3 x width, rounded up to a multiple of 64 (gpt2: 4 x width)."""
 
     tied: bool = True
@@ -119,7 +126,7 @@ class DataConfig:
     path: tuple[str, ...] | None = None
     """Training data: a file (JSONL, CSV, text, parquet), folder, glob or hub:org/name; several with commas."""
 
-    weights: tuple[PositiveFloat, ...] = ()
+    weights: tuple[Weight, ...] = ()
     """Relative share of the samples from each path; without weights every row is seen once per epoch."""
 
     format: tuple[Format, ...] = ("auto",)
@@ -129,7 +136,7 @@ class DataConfig:
     columns: tuple[dict[Column, str], ...] = ()
     """Names of the data's columns, as prompt=question,completion=answer; one mapping for all paths or a list."""
 
-    context_length: PositiveInt = 1024
+    context_length: Size = 1024
     """Maximum sequence length in tokens; for packed text, the length of every row."""
 
     max_samples: PositiveInt | None = None
@@ -180,26 +187,26 @@ class TrainingConfig:
     max_steps: PositiveInt | None = None
     """Number of optimizer steps."""
 
-    max_epochs: PositiveFloat | None = None
+    max_epochs: Epochs | None = None
     """Passes over the data; one if no limit is set."""
 
-    max_tokens: PositiveInt | None = None
+    max_tokens: TokenCount | None = None
     """Tokens to train on, without padding; the run ends with the step that reaches this number."""
 
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Size | None = None
     """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise; by default 32
     with model.path."""
 
-    batch_size: PositiveInt | None = None
+    batch_size: Size | None = None
     """Rows per device and micro-step, except for packed conversations; by default 8 for text, 4 for conversations."""
 
-    grad_accum_steps: PositiveInt | None = None
+    grad_accum_steps: Size | None = None
     """Micro-steps per optimizer step; by default derived from the batch sizes. If set, the global size is derived."""
 
     max_tokens_per_gpu: PositiveInt | None = None
     """Tokens per device and micro-step for packed conversations; by default context_length."""
 
-    seed: Seed = 0
+    seed: NonNegativeInt = 0
     """Seed of the initialization, the order of the data and the validation split."""
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"
@@ -208,7 +215,7 @@ class TrainingConfig:
     validate_every_steps: PositiveInt | None = None
     """Validate every n optimizer steps."""
 
-    validate_every_epochs: PositiveFloat | None = None
+    validate_every_epochs: Epochs | None = None
     """Validate every n epochs, such as 0.5."""
 
     validate_every_samples: PositiveInt | None = None
@@ -299,7 +306,7 @@ class CheckpointConfig:
     every_samples: PositiveInt | None = None
     """Save every n samples."""
 
-    every_epochs: PositiveFloat | None = None
+    every_epochs: Epochs | None = None
     """Save every n epochs, such as 0.5."""
 
     every_minutes: NonNegativeFloat | None = None
@@ -350,13 +357,13 @@ class SystemConfig:
     threads: ThreadCount | None = None
     """CPU threads of torch; by default torch's own choice."""
 
-    hang_timeout: PositiveFloat = 1800.0
+    hang_timeout: Seconds = 1800.0
     """Seconds without progress after which a worker counts as hung and the run fails."""
 
-    join_timeout: PositiveFloat = 3600.0
+    join_timeout: Seconds = 3600.0
     """Seconds that workers and nodes wait for each other when a run starts."""
 
-    save_grace: PositiveFloat = 300.0
+    save_grace: Seconds = 300.0
     """With several processes: seconds that workers have to save after a stop signal, before they are killed."""
 
 
