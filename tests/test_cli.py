@@ -99,6 +99,7 @@ class TestWrongUsage:
             ("train --help-keys optimizer", "the sections are model, data,"),
             ("train --preset debug --data.path", "--data.path needs a value"),
             ("train --preset debug --output-dir=", "output_dir is empty"),
+            ("train --preset debug --model.path=", "model.path is empty"),
             ("train --preset debug --max-steps 3 --training.max_steps 4", "are the same setting"),
             ("train --preset debug --optim.max-grad-norm 1 --optim.max_grad_norm 2", "are the same setting"),
             ("train --preset debug --training.seed 99999999999999999999", "must be less than 2^63, not 9999999999"),
@@ -328,6 +329,23 @@ def test_a_command_does_not_overwrite_its_input(
     code, _, err = torchstone(*args)
     assert (code, "is an input of this command" in err) == (2, True), err
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_tilde_is_the_home_folder_in_a_path(
+    torchstone: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("data: {path: rows.jsonl}\nmodel: {depth: 2, tokenizer: 'demo:tokenizer'}\n")
+    code, _, err = torchstone("launch", "slurm", "~/run.yaml", "--output=~/job.sbatch")
+    assert (code, (tmp_path / "job.sbatch").is_file()) == (0, True), err
+
+
+def test_spaces_after_commas_are_no_part_of_names(torchstone: Command, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f"}])
+    args = ("--data", f"{rows}, {rows}", "--special", "<s>, <x>", "--vocab-size", "300", "--json")
+    code, out, err = torchstone("tokenizer", "train", tmp_path / "tokenizer", *args)
+    assert code == 0, err
+    assert {"<s>", "<x>"} < json.loads(out)["measured"]["special_tokens"].keys()
 
 
 @pytest.mark.parametrize("args", [("evaluate", "m", "--data", "d", "--questions", "2.7"), ("doctor", "--nproc", "1.5")])

@@ -373,6 +373,56 @@ class TestWrongValues:
         values = MINIMAL | {"training.patience": 2, "data.validation_split": 0.1, "training.validate_every_epochs": 0.5}
         assert load_config(overrides=values).training.patience == 2
 
+    @pytest.mark.parametrize(
+        ("key", "value", "expected"),
+        [
+            ("model.tokenizer", "", "model.tokenizer is empty"),
+            ("model.path", " ", "model.path is empty"),
+            ("checkpoint.resume", "", "checkpoint.resume is empty"),
+            ("data.chat_template", "", "data.chat_template is empty"),
+            ("data.cache_dir", "", "data.cache_dir is empty"),
+            ("output_dir", "", "output_dir is empty"),
+            ("data.path", "", "data.path has an empty part"),
+            ("data.path", ",c.jsonl", "data.path has an empty part"),
+            ("data.path", ["c.jsonl", ""], "data.path has an empty part"),
+            ("data.validation_path", "", "data.validation_path has an empty part"),
+            ("data.validation_path", [], "data.validation_path has an empty part"),
+            ("optim.no_decay", "norm,,bias", "optim.no_decay has an empty part"),
+        ],
+    )
+    def test_an_empty_name_is_refused(self, key: str, value: object, expected: str) -> None:
+        assert f"{expected}\n  write a name, or leave it out; is a" in error_text(**{key.replace(".", "__"): value})
+
+    @pytest.mark.parametrize(
+        ("text", "paths"),
+        [
+            ("[ab].jsonl", ("[ab].jsonl",)),
+            ("(new) x.jsonl,d[1]", ("(new) x.jsonl", "d[1]")),
+            ("(new)", ("(new)",)),
+            ("[a.jsonl, b.jsonl]", ("a.jsonl", "b.jsonl")),
+            (Path("a,b.jsonl"), ("a,b.jsonl",)),
+            ("~/a.jsonl,b~", ("/home/me/a.jsonl", "b~")),
+        ],
+    )
+    def test_a_path_is_what_is_written(
+        self, monkeypatch: pytest.MonkeyPatch, text: str | Path, paths: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setenv("HOME", "/home/me")
+        assert load_config(overrides=MINIMAL | {"data.path": text}).data.path == paths
+
+    def test_brackets_come_in_pairs(self) -> None:
+        assert load_config(overrides=MINIMAL | {"optim.betas": "(0.9, 0.95)"}).optim.betas == (0.9, 0.95)
+        assert "must be a number, not '[0.9'" in error_text(optim__betas="[0.9,0.95")
+
+    def test_a_tilde_is_the_home_folder_in_every_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/home/me")
+        config = load_config(
+            overrides=MINIMAL
+            | {"output_dir": "~/run", "data.cache_dir": "~/c", "model.tokenizer": "~", "data.path": "x~"}
+        )
+        assert (config.output_dir, config.data.cache_dir) == ("/home/me/run", "/home/me/c")
+        assert (config.model.tokenizer, config.data.path) == ("/home/me", ("x~",))
+
     def test_none_is_an_empty_list(self) -> None:
         assert load_config(overrides=MINIMAL | {"optim.no_decay": "none"}).optim.no_decay == ()
 

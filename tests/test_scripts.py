@@ -71,6 +71,7 @@ class TestFlags:
             ("--depth 4", "output_dir", "runs/base-d4"),
             ("--depth 4 --run first", "output_dir", "runs/first"),
             ("--depth 4 --output-dir there", "output_dir", "there"),
+            ("--depth 4 --run=~/there", "output_dir", str(Path.home() / "there")),
             ("--depth 4 --device-batch-size 2", "training.batch_size", 2),
             ("--depth 4 --device_batch_size=2", "training.batch_size", 2),
             ("--depth 4", "training.batch_size", None),

@@ -29,6 +29,7 @@ from torchstone.atomic import lock_run_folder, write_text
 from torchstone.config.help import config_table
 from torchstone.config.load import (
     ConfigLayers,
+    convert_value,
     explain_name,
     extract_config_flags,
     extract_flags,
@@ -353,10 +354,10 @@ class Commands:
         from torchstone import api
 
         result = api.train_tokenizer(
-            [name for name in data.split(",") if name],
+            list(convert_value("data.path", data) or ()),
             folder,
             vocab_size,
-            [token for token in special.split(",") if token],
+            [token.strip() for token in special.split(",") if token.strip()],
             None if chat_template == "none" else chat_template,
             pattern,
             min_frequency,
@@ -647,12 +648,14 @@ def _worker_command() -> list[str]:
 
 
 def _convert_strictly(type_: Any, tokens: Sequence[Any]) -> Any:
-    """As cyclopts converts values, except that a fraction is no integer: cyclopts would round it."""
+    """As cyclopts converts values, except that a fraction is no integer, which cyclopts would round, and that ~ is the
+    home folder in a path such as --html=~/page.html, which shells do not expand."""
     types = {type_, *get_args(type_)}
     for token in tokens if int in types and float not in types else ():
         if re.fullmatch(r"[+-]?\d*\.\d*[1-9]\d*", token.value):
             raise ValueError(f"{token.value} is not an integer")
-    return convert(type_, tokens)
+    value = convert(type_, tokens)
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _check_no_input(target: Path, *inputs: str | Path | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,7 +27,9 @@ from torchstone.config.schema import (
     PRESET_BATCH_KEYS,
     SECTION_HELP,
     Config,
+    FileName,
     InvalidConfigError,
+    PathText,
     Purpose,
     Range,
     validate,
@@ -52,6 +55,7 @@ MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
+EMPTY_HINT = "write a name, or leave it out; is a shell variable unset?"
 NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -383,6 +387,10 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         for limit in annotations:
             if isinstance(limit, Range) and not limit.contains(result):
                 raise UsageError(f"{key} must be {limit}, not {value}")
+            if isinstance(limit, FileName):
+                if not result.strip():
+                    raise UsageError(f"{key} is empty", EMPTY_HINT)
+                result = os.path.expanduser(result)
         if isinstance(result, int) and result >= 2**63:
             raise UsageError(f"{key} must be less than 2^63, not {value}")
         return result
@@ -438,17 +446,29 @@ def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
         # The strings of a JSON list may have commas.
         with suppress(ValueError):
             value = json.loads(value)
-    if isinstance(value, str):
-        text = "" if value.lower() in NULL_WORDS else value.strip().strip("[]()")
-        value = [part.strip() for part in text.split(",") if part.strip()]
+    types_ = get_args(annotation)
+    is_path, is_text = types_[0] == PathText, isinstance(value, str)
+    if isinstance(value, os.PathLike):
+        value = [value]
+    if is_text:
+        value = _split_list(value, "[]" if is_path else "[]()")
     if not isinstance(value, list | tuple):
         raise UsageError(f"{key} must be a list, not {value!r}", "write it as 0.9,0.95 or [0.9, 0.95]")
-    types_ = get_args(annotation)
+    if (is_path and not value) or ((is_path or is_text) and "" in value):
+        raise UsageError(f"{key} has an empty part", EMPTY_HINT)
     if types_[-1] is Ellipsis:
         types_ = (types_[0],) * len(value)
     if len(types_) != len(value):
         raise UsageError(f"{key} takes {len(types_)} values, not {len(value)}")
     return tuple(_convert(part, type_, key) for part, type_ in zip(value, types_, strict=True))
+
+
+def _split_list(text: str, brackets: str) -> list[str]:
+    """The parts of `0.9,0.95`, with or without a pair of brackets around them."""
+    text = "" if text.lower() in NULL_WORDS else text.strip()
+    if len(text) > 1 and text[0] + text[-1] in (brackets[:2], brackets[2:]):
+        text = text[1:-1].strip()
+    return [part.strip() for part in text.split(",")] if text else []
 
 
 def _convert_plain(value: Any, type_: type, key: str) -> Any:

@@ -34,6 +34,11 @@ class Range:
         return low if self.max is None else f"{low} and {'less than' if self.exclude_max else 'at most'} {self.max:g}"
 
 
+@dataclass(frozen=True)
+class FileName:
+    """Text that names a file or a folder, and perhaps something on the hub: never empty, and ~ is the home folder."""
+
+
 Device = Literal["auto", "cpu", "cuda"]
 Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document", "lines"]
 # The keys of all row formats.
@@ -59,6 +64,7 @@ Epochs = Annotated[float, Range(1e-9, 1e9)]
 Seconds = Annotated[float, Range(0, 1e8, exclude_min=True)]
 Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 1, exclude_max=True)]
+PathText = Annotated[str, FileName()]
 ZeroStage = Annotated[int, Range(1, 3)]
 ThreadCount = Annotated[int, Range(1, 1024)]
 WorkerCount = Annotated[int, Range(0, 256)]
@@ -66,10 +72,10 @@ WorkerCount = Annotated[int, Range(0, 256)]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str | None = None
+    path: PathText | None = None
     """Hugging Face folder, checkpoint, run, or model on the hub (org/name); without it, model.depth makes a new one."""
 
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder of the tokenizer, name on the hub (org/name), or demo:tokenizer; by default the one in model.path."""
 
     family: FamilyName = "llama"
@@ -123,7 +129,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: tuple[str, ...] | None = None
+    path: tuple[PathText, ...] | None = None
     """Training data: a file (JSONL, CSV, text, parquet), folder, glob or hub:org/name; several with commas."""
 
     weights: tuple[Weight, ...] = ()
@@ -148,7 +154,7 @@ class DataConfig:
     text_packing: Literal["stream", "best-fit"] = "stream"
     """Packed text: one stream of documents cut into rows, or complete documents placed by best fit."""
 
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own. It is saved with the model."""
 
     train_on: str = "assistant"
@@ -163,13 +169,13 @@ class DataConfig:
     shuffle: bool = True
     """Draw samples in a random order, which depends only on training.seed and the epoch."""
 
-    validation_path: tuple[str, ...] | None = None
+    validation_path: tuple[PathText, ...] | None = None
     """Validation data, with the same choices as data.path; or demo:heldout."""
 
     validation_split: Fraction = 0.0
     """Share of data.path held out for validation, chosen by training.seed."""
 
-    cache_dir: str = "cache/datasets"
+    cache_dir: PathText = "cache/datasets"
     """Folder of the token cache; its entries are keyed by everything that decides their contents."""
 
     prepare_workers: WorkerCount | None = None
@@ -321,7 +327,7 @@ class CheckpointConfig:
     keep_last: PositiveInt | None = 2
     """Checkpoints to keep besides the best one and the one resumed from; null keeps all."""
 
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint."""
 
 
@@ -380,7 +386,7 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
 
-    output_dir: str = "runs/train"
+    output_dir: PathText = "runs/train"
     """Folder of the run: config.json, metrics.jsonl, checkpoints, logs."""
 
     preset_batch_keys: tuple[str, ...] = ()
@@ -584,8 +590,6 @@ RULES = [
         "data.validation_split 1 leaves no training data",
         "use a smaller share, such as 0.05",
     ),
-    Rule("data.cache_dir", lambda c: not c.data.cache_dir, "data.cache_dir is empty", "use a folder name"),
-    Rule("output_dir", lambda c: not c.output_dir, "output_dir is empty", "use --output-dir runs/NAME"),
     *(rule for mode in ("step", "epoch", "token") for rule in _mode_rules(mode)),
     Rule(
         "optim.schedule",
