@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -156,6 +157,56 @@ class TestFormats:
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError, match=rf"{name}:\d+: not (JSON|YAML|TOML)"):
             load_config(tmp_path / name)
+
+    @pytest.mark.parametrize(
+        "value", ["1.10", "2024", "1e5", "0x10", "!!binary aGVsbG8=", "!!set {a, b}", "[a]", "yes", "!!int '7'"]
+    )
+    def test_text_is_never_made_from_a_number(self, tmp_path: Path, value: str) -> None:
+        (tmp_path / "a.yaml").write_text(f"output_dir: {value}\n")
+        with pytest.raises(UsageError, match=r"a.yaml:1: output_dir must be text, not .*\n  write it in quotes"):
+            load_config(tmp_path / "a.yaml", "debug")
+
+    @pytest.mark.parametrize("text", ["007", "1:30", "12:30:00", "12:30.5", "2026-1-31", "1.2.3", "+"])
+    def test_what_is_no_number_in_yaml_stays_as_written(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "a.yaml").write_text(f"output_dir: {text}\ndata: {{path: [{text}]}}\n")
+        config = load_config(tmp_path / "a.yaml", "debug")
+        assert (config.output_dir, config.data.path) == (text, (text,))
+
+    @pytest.mark.parametrize(
+        ("text", "number"),
+        [
+            ("010", 10), ("089", 89), ("1_000", 1000), ("0x10", 16), ("0b11", 3), ("+5", 5), ("1e3", 1000),
+            ("1.5e3", 1500), ("2.", 2), ("'7'", 7),
+        ],
+    )  # fmt: skip
+    def test_integers_in_yaml_are_decimal(self, tmp_path: Path, text: str, number: int) -> None:
+        (tmp_path / "a.yaml").write_text(f"training: {{max_steps: {text}}}\n")
+        assert load_config(tmp_path / "a.yaml", "debug").training.max_steps == number
+
+    @pytest.mark.parametrize("text", [".5", "0.5", "+.5", "5e-1", "5.e-1", "50_0e-3"])
+    def test_numbers_in_yaml_have_a_point_or_an_exponent(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "a.yaml").write_text(f"optim: {{learning_rate: {text}}}\n")
+        assert load_config(tmp_path / "a.yaml", "debug").optim.learning_rate == 0.5
+
+    @pytest.mark.parametrize("text", ["a\\u0000b", "a\\ud800"])
+    def test_text_has_no_characters_that_no_file_name_has(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "a.json").write_text(f'{{"output_dir": "{text}"}}')
+        with pytest.raises(UsageError, match=r"a.json:1: output_dir 'a.* has a character that no file name can have"):
+            load_config(tmp_path / "a.json", "debug")
+
+    def test_a_config_is_a_file_of_limited_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "MAX_BYTES", 3 << 20)
+        os.mkfifo(tmp_path / "fifo.yaml")
+        (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+        (tmp_path / "folder.yaml").mkdir()
+        (tmp_path / "large.yaml").write_text("#" * (3 << 20) + "\n")
+        for name in ("fifo", "zero", "folder", "large"):
+            with pytest.raises(UsageError, match=f"{name}.yaml: a config must be a file of at most 3 MiB"):
+                load_config(tmp_path / f"{name}.yaml")
+
+    def test_data_in_the_place_of_a_config_is_told_where_to_go(self) -> None:
+        with pytest.raises(UsageError, match=r"must end in .json, .yaml or .toml\n  for data: --data.path rows.jsonl"):
+            load_config("rows.jsonl")
 
     def test_a_missing_file_lists_the_files_beside_it(self, tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text("")

@@ -20,6 +20,7 @@ from torchstone.errors import UsageError
 
 # No setting has so many decimal or hexadecimal digits, and Python refuses to convert thousands of them.
 LONG_NUMBER = re.compile(r"[\da-fA-F][\da-fA-F_]{400,}")
+MAX_BYTES = 16 << 20
 # How many values aliases may add to a YAML file.
 MAX_YAML_NODES = 10_000
 
@@ -36,12 +37,15 @@ def read_config_file(path: Path) -> ConfigFile:
     readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": read_yaml, ".yml": read_yaml, ".toml": _read_toml}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml")
+        hint = f"for data: --data.path {path}" if path.suffix else None
+        raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml", hint)
+    if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_BYTES):
+        raise UsageError(f"{path}: a config must be a file of at most {MAX_BYTES >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"config file {path} does not exist", _list_siblings(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot read the file: {error}") from None
     if match := LONG_NUMBER.search(text):
         line = text.count("\n", 0, match.start()) + 1
@@ -140,13 +144,27 @@ def _json_lines(text: str, path: Path) -> dict[str, int]:
     return lines
 
 
+_INT, _FLOAT, _TIMESTAMP = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads 2e-5 as a number. PyYAML reads it as a string, because YAML 1.1 requires 2.0e-5."""
+    """Reads numbers as YAML 1.2 does: 2e-5 is a number, 010, 12:30 and 2026-01-31 are text. In YAML 1.1, which PyYAML
+    reads, 2e-5 is text, 010 is 8 and 12:30 is 750."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT, _TIMESTAMP)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)$"),
+    _INT, re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"^(?:[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
     list("-+.0123456789"),
 )
 

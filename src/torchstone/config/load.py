@@ -476,9 +476,15 @@ def _convert_plain(value: Any, type_: type, key: str) -> Any:
     if value is None:
         raise error
     if type_ is str:
-        if isinstance(value, bool | list | dict):
-            raise error
-        return str(value)
+        if not isinstance(value, str | os.PathLike):
+            raise UsageError(error.message, "write it in quotes")
+        try:
+            is_text = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            is_text = False
+        if not is_text:
+            raise UsageError(f"{key} {ascii(str(value))[:60]} has a character that no file name can have")
+        return os.fspath(value)
     if type_ is bool:
         if isinstance(value, bool):
             return value
