@@ -201,11 +201,12 @@ def extract_flags(
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Takes `--name VALUE` and `--name=VALUE` out of a command line; returns the flags and the remaining arguments.
 
-    `is_wanted` and `is_switch` get the name with underscores; it is returned as typed. A switch alone is "true".
+    `is_wanted` and `is_switch` get the name with underscores; it is returned as typed. A switch alone is "true". A flag
+    that is given twice is an error: the first value would be dropped.
     """
     flags: list[tuple[str, str]] = []
     remaining: list[str] = []
-    queue = list(args)
+    queue, names = list(args), set[str]()
     while queue:
         arg = queue.pop(0)
         flag, equals, value = arg.partition("=")
@@ -219,6 +220,9 @@ def extract_flags(
             if not is_switch(name):
                 raise UsageError(f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
             value = "true"
+        if name in names:
+            raise UsageError(f"{flag} is given twice", "leave out one; a list has commas: a,b")
+        names.add(name)
         flags.append((flag[2:], value))
     return flags, remaining
 
