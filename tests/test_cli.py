@@ -87,6 +87,10 @@ class TestWrongUsage:
             ("train --model X", "in Torchstone this is --model.path\n"),
             ("train --epochs 3", "in Torchstone this is --training.max_epochs\n"),
             ("train --gradient_checkpointing true", "in Torchstone this is --model.recompute full\n"),
+            ("train --gradient_checkpointing=False", "in Torchstone this is --model.recompute none\n"),
+            ("train --train_on_inputs false", "in Torchstone this is --data.train_on assistant\n"),
+            ("train --batch-size 8", "--training.global_batch_size N is samples per step, --training.batch_size N is"),
+            ("inspect-data --output-dir x", "see: torchstone inspect-data --help"),
             ("train --report_to wandb", "metrics.jsonl in the run's folder has every step"),
             ("train --training.num_train_epochs 3", "in Torchstone this is --training.max_epochs\n"),
             (

@@ -326,11 +326,42 @@ class TestOtherNames:
         launch_flags = {option.name for option in fields(LaunchOptions)}
         for name, setting in OTHER_NAMES.items():
             assert not any(known.endswith(f".{name}") for known in field_types()), name
-            key, _, value = setting.partition(" ")
+            key, _, values = setting.partition(" ")
             if key not in launch_flags:
                 assert key in field_types(), setting
                 validation = {"data.validation_split": 0.1}
-                load_config(overrides=MINIMAL | validation | ({key: value} if value else {}))
+                for value in values.split("|") if values else ():
+                    load_config(overrides=MINIMAL | validation | {key: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value", "expected"),
+        [
+            ("train_on_inputs", False, "in Torchstone this is --data.train_on assistant"),
+            ("train_on_inputs", True, "in Torchstone this is --data.train_on all"),
+            ("completion_only_loss", "false", "in Torchstone this is --data.train_on all"),
+            ("gradient_checkpointing", False, "in Torchstone this is --model.recompute none"),
+            ("bf16", "auto", "in Torchstone this is --training.precision bf16"),
+            ("bf16", "no", "in Torchstone this is --training.precision fp32"),
+            ("fp16", True, "fp16 is not in this version; --training.precision bf16"),
+            ("fp16", False, "leave it out: fp16 is not in this version"),
+            ("torch_compile", 0, "in Torchstone this is --model.compile none"),
+            ("load_in_8bit", False, "leave it out: quantized base models are not"),
+            ("adam_beta1", 0, "in Torchstone this is --optim.betas 0.9,0.95"),
+            ("eval_strategy", "no", "leave it out: --training.validate_every_steps N or"),
+            ("per_device_batch_size", 4, "in Torchstone this is --training.batch_size"),
+            ("batch_size", 4, "--training.global_batch_size N is samples per step, --training.batch_size N is rows"),
+            ("optim.batch_size", 4, "--training.global_batch_size N is samples per step"),
+            ("lora.rank", 8, "LoRA is not in this version"),
+            ("lora.foo", 8, "LoRA is not in this version"),
+            ("preset_batch_kyes", 8, "the sections are"),
+            ("training", 5, "the keys of 'training' are mode, max_steps"),
+            ("n_layer", 5, "in Torchstone this is --model.depth"),
+        ],
+    )
+    def test_the_answer_depends_on_the_value(self, name: str, value: object, expected: str) -> None:
+        text = error_text(**{name.replace(".", "__"): value})
+        assert f"\n  {expected}" in text
+        assert "did you mean" not in text
 
 
 class TestFineTuningDefaults:
@@ -374,6 +405,9 @@ class TestWrongValues:
             ("optim.betas", "0.9,1.0", "must be at least 0 and less than 1, not 1.0"),
             ("optim.schedule", "cosin", "did you mean 'cosine'?"),
             ("optim.no_decay", "norm,biases", "the kinds are norm, bias, embed, head, matrix"),
+            ("data.columns", "question=prompt,answer=completion", "did you mean prompt=question? The name in the row"),
+            ("data.columns", {"body": "text"}, "did you mean text=body?"),
+            ("data.columns", "promt=question", "did you mean 'prompt'?"),
             ("data.shuffle", "maybe", "must be true or false"),
             ("data.validation_split", "1.5", "at most 1"),
             ("data.validation_split", 1, "leaves no training data"),

@@ -156,6 +156,7 @@ class TestWrongUsage:
             ("chat_sft", "--batch_size_margin 0.85", "automatic batch size is not in this version"),
             ("chat_sft", "--batch-size-cache=False", "automatic batch size is not in this version"),
             ("base_train", "--depth 2 --learning-rate 1", "in Torchstone this is --optim.learning_rate"),
+            ("base_train", "--depth 2 --eval-every 1", "in Torchstone this is --training.validate_every_steps"),
             ("base_train", "--depth 2 --optim.learning_rat 1", "did you mean 'optim.learning_rate'?"),
             ("base_train", "--depth 2 none.yaml", "config file none.yaml does not exist"),
             ("base_train", "--depth 2 --preset debgu", "did you mean 'debug'?"),

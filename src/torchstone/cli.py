@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -705,9 +706,10 @@ def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageE
     """The error of cyclopts, and what a flag such as --learning-rate may mean, or else the command's --help."""
     message, _, suggestion = message.partition(" Did you mean ")
     given_keys = [key.replace("-", "_") for key in given_keys]
-    for arg in args if args and args[0] in COMMANDS_WITH_KEYS else ():
-        flag = arg.partition("=")[0]
-        hint = explain_name(flag[2:], given_keys) if arg.startswith("--") and f"{flag}." in message else None
+    for arg, following in pairwise([*args, ""]) if args and args[0] in COMMANDS_WITH_KEYS else ():
+        flag, equals, value = arg.partition("=")
+        is_unknown = arg.startswith("--") and (f"{flag}." in message or f"{arg}." in message)
+        hint = explain_name(flag[2:], value if equals else following, given_keys) if is_unknown else None
         if hint is not None:
             return UsageError(message, hint)
     if suggestion and suggestion.rstrip("?.") not in args:

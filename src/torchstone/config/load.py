@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_config_file, read_yaml
-from torchstone.config.other_names import OTHER_NAMES, UNSUPPORTED_NAMES
+from torchstone.config.other_names import EXPLANATIONS, OTHER_NAMES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
     NEW_MODEL_KEYS,
@@ -55,6 +55,7 @@ MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
+OFF_WORDS = ("false", "no", "off", "0", *NULL_WORDS)
 EMPTY_HINT = "write a name, or leave it out; is a shell variable unset?"
 NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -248,18 +249,25 @@ def extract_config_flags(
     return extract_flags([expand_no_flag(arg) for arg in args], is_wanted, is_switch)
 
 
-def explain_name(name: str, given: Collection[str] = ()) -> str | None:
+def explain_name(name: str, value: Any = None, given: Collection[str] = ()) -> str | None:
     """What to write instead of `name`, a setting's name in another trainer or without its section; None if unknown.
 
-    `given` are the keys that are set already: suggesting one of them would not help.
+    `value` is what it was set to. `given` are the keys that are set already: suggesting one of them would not help.
     """
-    leaf = name.replace("-", "_").rsplit(".", 1)[-1]
-    setting = _key_with_leaf(leaf) or OTHER_NAMES.get(leaf)
-    if setting is None:
-        return UNSUPPORTED_NAMES.get(leaf)
-    if setting.split()[0] in given:
-        return f"leave it out: in Torchstone this is --{setting.split()[0]}, which is given too"
-    return f"in Torchstone this is --{setting}"
+    name = name.replace("-", "_")
+    section, _, leaf = name.rpartition(".")
+    is_off = str(value).lower() in OFF_WORDS
+    names = (leaf, name.replace(".", "_"), *([] if section in SECTION_HELP else [section]))
+    explanation = next((EXPLANATIONS[name] for name in names if name in EXPLANATIONS), None)
+    if explanation is not None:
+        return f"leave it out: {explanation}" if is_off else explanation
+    key, _, values = (_key_with_leaf(leaf) or OTHER_NAMES.get(leaf, "")).partition(" ")
+    if key in ("", name):
+        return None
+    if key in given:
+        return f"leave it out: in Torchstone this is --{key}, which is given too"
+    on, _, off = values.partition("|")
+    return f"in Torchstone this is --{key} {off if off and is_off else on}".rstrip()
 
 
 def _key_with_leaf(leaf: str) -> str | None:
@@ -308,7 +316,7 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
         if key not in field_types():
-            raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
+            raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key, value))
         if key in settings and settings[key].name != name:
             raise UsageError(
                 f"{_prefix(origin)}{name!r} and {settings[key].name!r} are the same setting", "leave out one of them"
@@ -334,16 +342,18 @@ def _merge(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, 
     return earlier | later
 
 
-def _suggest(key: str) -> str:
+def _suggest(key: str, value: Any) -> str:
     sections = {name.split(".")[0] for name in field_types() if "." in name}
     section, _, leaf = key.partition(".")
     same_leaf = _key_with_leaf(leaf or section)
-    if same_leaf is not None:
+    if same_leaf is not None and leaf not in EXPLANATIONS and key not in EXPLANATIONS:
         return f"did you mean {same_leaf!r}?"
-    explanation = explain_name(key)
+    explanation = explain_name(key, value)
     if explanation is not None:
         return explanation
-    similar = difflib.get_close_matches(key, [*field_types(), *ALIASES], n=1, cutoff=0.6)
+    # preset_batch_keys is for the files that a launcher writes.
+    names = [name for name in (*field_types(), *ALIASES) if name != "preset_batch_keys"]
+    similar = [] if key in sections else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if similar:
         return f"did you mean {ALIASES.get(similar[0], similar[0])!r}?"
     if section in sections:
@@ -425,6 +435,10 @@ def _convert_mapping(value: Any, annotation: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{key} must be a mapping, not {value!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
     name_type, type_ = get_args(annotation)
+    for name, inner in value.items():
+        if name not in get_args(name_type) and inner in get_args(name_type):
+            hint = f"did you mean {inner}={name}? The name in the row format comes first, then that of your column"
+            raise UsageError(f"{key} cannot be {name!r}", hint)
     return {_convert(name, name_type, key): _convert(inner, type_, f"{key}.{name}") for name, inner in value.items()}
 
 
