@@ -343,6 +343,7 @@ class TestNewModel:
         ({"model__family": "gpt2", "model__rope_theta": 500.0}, "model.rope_theta does not apply to family gpt2"),
         ({"model__family": "gemma3_text", "model__rope_theta": 500.0}, "model.rope_theta does not apply"),
         ({"model__implementation": "fallback"}, "a new model is native"),
+        ({"system__device_id": 3}, "system.device_id is 3, but the device is the CPU"),
     ],
     ids=str,
 )
