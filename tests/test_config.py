@@ -351,6 +351,7 @@ class TestOtherNames:
             ("per_device_batch_size", 4, "in Torchstone this is --training.batch_size"),
             ("batch_size", 4, "--training.global_batch_size N is samples per step, --training.batch_size N is rows"),
             ("optim.batch_size", 4, "--training.global_batch_size N is samples per step"),
+            ("lora_alpha", 8, "LoRA is not in this version"),
             ("lora.rank", 8, "LoRA is not in this version"),
             ("lora.foo", 8, "LoRA is not in this version"),
             ("preset_batch_kyes", 8, "the sections are"),
@@ -418,14 +419,14 @@ class TestWrongValues:
             ("checkpoint.every_minutes", -1, "must be at least 0"),
             ("model.depth", 20000, "must be at least 1 and at most 10000, not 20000"),
             ("model.width", 10**9, "at most 1e+08"),
-            ("model.mlp_width", "1e30", "at most 1e+09"),
-            ("data.context_length", 2 * 10**9, "at most 1e+09"),
+            ("model.mlp_width", "1e30", "at most 1e+08"),
+            ("data.context_length", 2 * 10**9, "at most 1e+08"),
             ("data.weights", "1e-320", "at least 1e-09"),
             ("training.max_steps", "1e30", "must be less than 2^63, not 1e30"),
             ("training.max_epochs", "1e308", "at most 1e+09"),
             ("training.max_tokens", "1e30", "at most 1e+16"),
-            ("training.global_batch_size", "1e30", "at most 1e+09"),
-            ("training.grad_accum_steps", "9e18", "at most 1e+09"),
+            ("training.global_batch_size", "1e30", "at most 1e+08"),
+            ("training.grad_accum_steps", "9e18", "at most 1e+08"),
             ("training.validate_every_epochs", "1e-320", "at least 1e-09"),
             ("checkpoint.every_epochs", "1e-320", "at least 1e-09"),
             ("system.hang_timeout", "1e15", "at most 1e+08"),
@@ -458,6 +459,12 @@ class TestWrongValues:
         values = MINIMAL | {"training.patience": 2, "data.validation_split": 0.1, "training.validate_every_epochs": 0.5}
         assert load_config(overrides=values).training.patience == 2
 
+    def test_save_best_needs_a_validation(self) -> None:
+        changes = {"data.validation_split": 0.1, "checkpoint.save_best": True, "training.validate_at_end": False}
+        assert "the run never validates" in error_text(**{k.replace(".", "__"): v for k, v in changes.items()})
+        config = load_config(overrides=MINIMAL | changes | {"training.validate_every_steps": 2})
+        assert config.checkpoint.save_best
+
     @pytest.mark.parametrize(
         ("key", "value", "expected"),
         [
@@ -476,7 +483,7 @@ class TestWrongValues:
         ],
     )
     def test_an_empty_name_is_refused(self, key: str, value: object, expected: str) -> None:
-        assert f"{expected}\n  write a name, or leave it out; is a" in error_text(**{key.replace(".", "__"): value})
+        assert f"{expected}\n  write a value, or leave it out" in error_text(**{key.replace(".", "__"): value})
 
     @pytest.mark.parametrize(
         ("text", "paths"),

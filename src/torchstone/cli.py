@@ -649,8 +649,7 @@ def _worker_command() -> list[str]:
 
 
 def _convert_strictly(type_: Any, tokens: Sequence[Any]) -> Any:
-    """As cyclopts converts values, except that a fraction is no integer, which cyclopts would round, and that ~ is the
-    home folder in a path such as --html=~/page.html, which shells do not expand."""
+    """As cyclopts converts values, but a fraction is not rounded to an integer, and ~ is expanded in --html=~/page."""
     types = {type_, *get_args(type_)}
     for token in tokens if int in types and float not in types else ():
         if re.fullmatch(r"[+-]?\d*\.\d*[1-9]\d*", token.value):

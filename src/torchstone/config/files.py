@@ -39,9 +39,9 @@ def read_config_file(path: Path) -> ConfigFile:
     if reader is None:
         hint = f"for data: --data.path {path}" if path.suffix else None
         raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml", hint)
-    if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_BYTES):
-        raise UsageError(f"{path}: a config must be a file of at most {MAX_BYTES >> 20} MiB")
     try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_BYTES):
+            raise UsageError(f"{path}: a config must be a file of at most {MAX_BYTES >> 20} MiB")
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"config file {path} does not exist", _list_siblings(path)) from None
@@ -144,27 +144,21 @@ def _json_lines(text: str, path: Path) -> dict[str, int]:
     return lines
 
 
-_INT, _FLOAT, _TIMESTAMP = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
+# In YAML 1.1, which PyYAML reads, 010 is 8, 12:30 is 750, and 2026-01-31 is a date.
+_YAML_1_1_VALUE = re.compile(r"[-+]?(?:0[\d_]+|\d[\d_]*(?::[\d.]+)+|\d{4}-\d.*)")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does: 2e-5 is a number, 010, 12:30 and 2026-01-31 are text. In YAML 1.1, which PyYAML
-    reads, 2e-5 is text, 010 is 8 and 12:30 is 750."""
+    """Reads 2e-5 as a number, as YAML 1.2 does, and values that only YAML 1.1 has as text."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        is_text = kind is yaml.ScalarNode and implicit[0] and _YAML_1_1_VALUE.fullmatch(value)
+        return super().resolve(kind, value, (False, True) if is_text else implicit)
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT, _TIMESTAMP)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 _Loader.add_implicit_resolver(
-    _INT, re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"), list("-+0123456789")
-)
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(
-        r"^(?:[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    ),
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)$"),
     list("-+.0123456789"),
 )
 

@@ -27,7 +27,6 @@ from torchstone.config.schema import (
     PRESET_BATCH_KEYS,
     SECTION_HELP,
     Config,
-    FileName,
     InvalidConfigError,
     PathText,
     Purpose,
@@ -56,7 +55,7 @@ BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
 OFF_WORDS = ("false", "no", "off", "0", *NULL_WORDS)
-EMPTY_HINT = "write a name, or leave it out; is a shell variable unset?"
+EMPTY_HINT = "write a value, or leave it out; is a shell variable unset?"
 NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -202,12 +201,11 @@ def extract_flags(
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Takes `--name VALUE` and `--name=VALUE` out of a command line; returns the flags and the remaining arguments.
 
-    `is_wanted` and `is_switch` get the name with underscores; it is returned as typed. A switch alone is "true". A flag
-    that is given twice is an error: the first value would be dropped.
+    `is_wanted` and `is_switch` get the name with underscores; it is returned as typed. A switch alone is "true".
     """
     flags: list[tuple[str, str]] = []
     remaining: list[str] = []
-    queue, names = list(args), set[str]()
+    queue = list(args)
     while queue:
         arg = queue.pop(0)
         flag, equals, value = arg.partition("=")
@@ -221,9 +219,8 @@ def extract_flags(
             if not is_switch(name):
                 raise UsageError(f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
             value = "true"
-        if name in names:
+        if name in [known.replace("-", "_") for known, _ in flags]:
             raise UsageError(f"{flag} is given twice", "leave out one; a list has commas: a,b")
-        names.add(name)
         flags.append((flag[2:], value))
     return flags, remaining
 
@@ -257,7 +254,7 @@ def explain_name(name: str, value: Any = None, given: Collection[str] = ()) -> s
     name = name.replace("-", "_")
     section, _, leaf = name.rpartition(".")
     is_off = str(value).lower() in OFF_WORDS
-    names = (leaf, name.replace(".", "_"), *([] if section in SECTION_HELP else [section]))
+    names = (leaf, leaf.partition("_")[0], "" if section in SECTION_HELP else section)
     explanation = next((EXPLANATIONS[name] for name in names if name in EXPLANATIONS), None)
     if explanation is not None:
         return f"leave it out: {explanation}" if is_off else explanation
@@ -346,7 +343,7 @@ def _suggest(key: str, value: Any) -> str:
     sections = {name.split(".")[0] for name in field_types() if "." in name}
     section, _, leaf = key.partition(".")
     same_leaf = _key_with_leaf(leaf or section)
-    if same_leaf is not None and leaf not in EXPLANATIONS and key not in EXPLANATIONS:
+    if same_leaf is not None and (leaf or section) not in EXPLANATIONS:
         return f"did you mean {same_leaf!r}?"
     explanation = explain_name(key, value)
     if explanation is not None:
@@ -395,16 +392,16 @@ def _build(settings: dict[str, Setting]) -> Config:
 def _convert(value: Any, annotation: Any, key: str) -> Any:
     """Converts `value`, from a file or a command line, to the type of the field; raises UsageError if it cannot."""
     origin = get_origin(annotation)
+    if annotation == PathText:
+        if not (name := _convert_plain(value, str, key)).strip():
+            raise UsageError(f"{key} is empty", EMPTY_HINT)
+        return os.path.expanduser(name)
     if origin is Annotated:
         base, *annotations = get_args(annotation)
         result = _convert(value, base, key)
         for limit in annotations:
             if isinstance(limit, Range) and not limit.contains(result):
                 raise UsageError(f"{key} must be {limit}, not {value}")
-            if isinstance(limit, FileName):
-                if not result.strip():
-                    raise UsageError(f"{key} is empty", EMPTY_HINT)
-                result = os.path.expanduser(result)
         if isinstance(result, int) and result >= 2**63:
             raise UsageError(f"{key} must be less than 2^63, not {value}")
         return result
@@ -466,10 +463,13 @@ def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
             value = json.loads(value)
     types_ = get_args(annotation)
     is_path, is_text = types_[0] == PathText, isinstance(value, str)
-    if isinstance(value, os.PathLike):
-        value = [value]
+    value = [value] if isinstance(value, os.PathLike) else value
     if is_text:
-        value = _split_list(value, "[]" if is_path else "[]()")
+        text = "" if value.lower() in NULL_WORDS else value.strip()
+        # Only a pair is no part of the values, and (new) may be a folder.
+        if text[:1] + text[1:][-1:] in (("[]",) if is_path else ("[]", "()")):
+            text = text[1:-1].strip()
+        value = [part.strip() for part in text.split(",")] if text else []
     if not isinstance(value, list | tuple):
         raise UsageError(f"{key} must be a list, not {value!r}", "write it as 0.9,0.95 or [0.9, 0.95]")
     if (is_path and not value) or ((is_path or is_text) and "" in value):
@@ -481,14 +481,6 @@ def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
     return tuple(_convert(part, type_, key) for part, type_ in zip(value, types_, strict=True))
 
 
-def _split_list(text: str, brackets: str) -> list[str]:
-    """The parts of `0.9,0.95`, with or without a pair of brackets around them."""
-    text = "" if text.lower() in NULL_WORDS else text.strip()
-    if len(text) > 1 and text[0] + text[-1] in (brackets[:2], brackets[2:]):
-        text = text[1:-1].strip()
-    return [part.strip() for part in text.split(",")] if text else []
-
-
 def _convert_plain(value: Any, type_: type, key: str) -> Any:
     error = UsageError(f"{key} must be {_TYPE_NAMES[type_]}, not {str(value)[:60]!r}")
     if value is None:
@@ -496,13 +488,10 @@ def _convert_plain(value: Any, type_: type, key: str) -> Any:
     if type_ is str:
         if not isinstance(value, str | os.PathLike):
             raise UsageError(error.message, "write it in quotes")
-        try:
-            is_text = b"\0" not in os.fsencode(value)
-        except UnicodeEncodeError:
-            is_text = False
-        if not is_text:
-            raise UsageError(f"{key} {ascii(str(value))[:60]} has a character that no file name can have")
-        return os.fspath(value)
+        with suppress(UnicodeEncodeError):
+            if b"\0" not in os.fsencode(value):
+                return os.fspath(value)
+        raise UsageError(f"{key} {ascii(str(value))[:60]} has a character that no file name can have")
     if type_ is bool:
         if isinstance(value, bool):
             return value

@@ -123,20 +123,14 @@ OTHER_NAMES = {
     "warmup_iters": "optim.warmup_steps",
 }
 
-# What other trainers have and this one does not, and names that mean several of our keys.
+# What other trainers have and this one does not, and names that mean several of our keys. `lora` includes lora_alpha.
 EXPLANATIONS = {
     "batch_size": "--training.global_batch_size N is samples per step, --training.batch_size N is rows per device",
     "eval_strategy": "--training.validate_every_steps N or --training.validate_every_epochs N",
-    "evaluation_strategy": "--training.validate_every_steps N or --training.validate_every_epochs N",
     "fp16": "fp16 is not in this version; --training.precision bf16 has the same size",
     "load_in_4bit": "quantized base models are not in this version",
     "load_in_8bit": "quantized base models are not in this version",
     "lora": "LoRA is not in this version",
-    "lora_alpha": "LoRA is not in this version",
-    "lora_dropout": "LoRA is not in this version",
-    "lora_r": "LoRA is not in this version",
-    "lora_rank": "LoRA is not in this version",
-    "lora_target_modules": "LoRA is not in this version",
     "lr_decay_iters": "the learning rate decays to the end of the run, at --training.max_steps N",
     "optim": "the optimizer is AdamW; --optim.betas, --optim.eps and --optim.weight_decay set it",
     "optimizer": "the optimizer is AdamW; --optim.betas, --optim.eps and --optim.weight_decay set it",
@@ -146,5 +140,5 @@ EXPLANATIONS = {
     "save_strategy": "--checkpoint.every_steps N or --checkpoint.every_epochs N",
     "use_peft": "LoRA is not in this version",
     "use_wandb": "trackers are not in this version; metrics.jsonl in the run's folder has every step",
-    "wandb_project": "trackers are not in this version; metrics.jsonl in the run's folder has every step",
+    "wandb": "trackers are not in this version; metrics.jsonl in the run's folder has every step",
 }

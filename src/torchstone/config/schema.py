@@ -34,11 +34,6 @@ class Range:
         return low if self.max is None else f"{low} and {'less than' if self.exclude_max else 'at most'} {self.max:g}"
 
 
-@dataclass(frozen=True)
-class FileName:
-    """Text that names a file or a folder, and perhaps something on the hub: never empty, and ~ is the home folder."""
-
-
 Device = Literal["auto", "cpu", "cuda"]
 Format = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt", "text", "document", "lines"]
 # The keys of all row formats.
@@ -54,8 +49,7 @@ FamilyName = Literal[
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 Depth = Annotated[int, Range(1, 10_000)]
-Width = Annotated[int, Range(1, 1e8)]
-Size = Annotated[int, Range(1, 1e9)]
+Size = Annotated[int, Range(1, 1e8)]
 TokenCount = Annotated[int, Range(1, 1e16)]
 PositiveFloat = Annotated[float, Range(0, exclude_min=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
@@ -64,7 +58,8 @@ Epochs = Annotated[float, Range(1e-9, 1e9)]
 Seconds = Annotated[float, Range(0, 1e8, exclude_min=True)]
 Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 1, exclude_max=True)]
-PathText = Annotated[str, FileName()]
+# A file or a folder, for some keys also a name on the hub: never empty, and ~ is the home folder.
+PathText = Annotated[str, "path"]
 ZeroStage = Annotated[int, Range(1, 3)]
 ThreadCount = Annotated[int, Range(1, 1024)]
 WorkerCount = Annotated[int, Range(0, 256)]
@@ -84,7 +79,7 @@ class ModelConfig:
     depth: Depth | None = None
     """Layers of a new model; width, heads and initialization are derived from it and logged."""
 
-    width: Width | None = None
+    width: Size | None = None
     """Hidden size of a new model; by default 64 x depth."""
 
     heads: Size | None = None
@@ -577,6 +572,12 @@ RULES = [
     ),
     *(_validation_rule("training", f"validate_every_{unit}") for unit in ("steps", "epochs", "samples")),
     _validation_rule("checkpoint", "save_best"),
+    Rule(
+        "checkpoint.save_best",
+        lambda c: c.checkpoint.save_best and not (_has_validation_interval(c.training) or c.training.validate_at_end),
+        "checkpoint.save_best is set, but the run never validates",
+        "leave out training.validate_at_end, or add --training.validate_every_steps N",
+    ),
     _validation_rule("training", "patience"),
     Rule(
         "training.patience",
