@@ -79,11 +79,18 @@ class TestWrongUsage:
             ("train --max-step 3", "did you mean --max-steps?"),
             ("evaluate x --data y --optim.eps 1", "Unknown option: --optim.eps"),
             ("evaluate x --data y --questions -1", "Must be >= 0"),
+            ("doctor --limit inf", "Must be <= 100000000.0"),
+            ("generate x y --seed 99999999999999999999", "must be at least 0 and less than 2^63"),
+            ("tokenizer train x --data y --min-frequency 99999999999999999999", "Must be < 9223372036854775808"),
             ("train --preset debug --learning-rate 1", "in Torchstone this is --optim.learning_rate\n"),
             ("train --lr 1", "in Torchstone this is --optim.learning_rate\n"),
             ("train --model X", "in Torchstone this is --model.path\n"),
             ("train --epochs 3", "in Torchstone this is --training.max_epochs\n"),
             ("train --gradient_checkpointing true", "in Torchstone this is --model.recompute full\n"),
+            ("train --gradient_checkpointing=False", "in Torchstone this is --model.recompute none\n"),
+            ("train --train_on_inputs false", "in Torchstone this is --data.train_on assistant\n"),
+            ("train --batch-size 8", "--training.global_batch_size N is samples per step, --training.batch_size N is"),
+            ("inspect-data --output-dir x", "see: torchstone inspect-data --help"),
             ("train --report_to wandb", "metrics.jsonl in the run's folder has every step"),
             ("train --training.num_train_epochs 3", "in Torchstone this is --training.max_epochs\n"),
             (
@@ -96,9 +103,18 @@ class TestWrongUsage:
             ("train --help-keys optimizer", "the sections are model, data,"),
             ("train --preset debug --data.path", "--data.path needs a value"),
             ("train --preset debug --output-dir=", "output_dir is empty"),
+            ("train --preset debug --model.path=", "model.path is empty"),
             ("train --preset debug --max-steps 3 --training.max_steps 4", "are the same setting"),
-            ("train --preset debug --optim.max-grad-norm 1 --optim.max_grad_norm 2", "are the same setting"),
-            ("train --preset debug --training.seed 99999999999999999999", "less than 9.22"),
+            ("train --preset debug --optim.lr 1 --optim.learning_rate 2", "are the same setting"),
+            ("train --preset debug --optim.eps 1 --optim.eps=1", "--optim.eps is given twice"),
+            ("train --preset debug --optim.max-grad-norm 1 --optim.max_grad_norm 2", "is given twice"),
+            ("train --preset debug --data.shuffle --no-data.shuffle", "--data.shuffle is given twice"),
+            (
+                "inspect-data --data.path a --data.path b",
+                "--data.path is given twice\n  leave out one; a list has commas",
+            ),
+            ("chat x --model.attention sdpa --model.attention eager", "--model.attention is given twice"),
+            ("train --preset debug --training.seed 99999999999999999999", "must be less than 2^63, not 9999999999"),
             ("evaluate nowhere --data demo:heldout", "nowhere does not exist"),
             ("export nowhere there", "nowhere does not exist"),
             ("export nowhere there --dtype int8", 'Choose from: "auto", "float32"'),
@@ -325,6 +341,23 @@ def test_a_command_does_not_overwrite_its_input(
     code, _, err = torchstone(*args)
     assert (code, "is an input of this command" in err) == (2, True), err
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_tilde_is_the_home_folder_in_a_path(
+    torchstone: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("data: {path: rows.jsonl}\nmodel: {depth: 2, tokenizer: 'demo:tokenizer'}\n")
+    code, _, err = torchstone("launch", "slurm", "~/run.yaml", "--output=~/job.sbatch")
+    assert (code, (tmp_path / "job.sbatch").is_file()) == (0, True), err
+
+
+def test_spaces_after_commas_are_no_part_of_names(torchstone: Command, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f"}])
+    args = ("--data", f"{rows}, {rows}", "--special", "<s>, <x>", "--vocab-size", "300", "--json")
+    code, out, err = torchstone("tokenizer", "train", tmp_path / "tokenizer", *args)
+    assert code == 0, err
+    assert {"<s>", "<x>"} < json.loads(out)["measured"]["special_tokens"].keys()
 
 
 @pytest.mark.parametrize("args", [("evaluate", "m", "--data", "d", "--questions", "2.7"), ("doctor", "--nproc", "1.5")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -157,6 +158,56 @@ class TestFormats:
         with pytest.raises(UsageError, match=rf"{name}:\d+: not (JSON|YAML|TOML)"):
             load_config(tmp_path / name)
 
+    @pytest.mark.parametrize(
+        "value", ["1.10", "2024", "1e5", "0x10", "!!binary aGVsbG8=", "!!set {a, b}", "[a]", "yes", "!!int '7'"]
+    )
+    def test_text_is_never_made_from_a_number(self, tmp_path: Path, value: str) -> None:
+        (tmp_path / "a.yaml").write_text(f"output_dir: {value}\n")
+        with pytest.raises(UsageError, match=r"a.yaml:1: output_dir must be text, not .*\n  write it in quotes"):
+            load_config(tmp_path / "a.yaml", "debug")
+
+    @pytest.mark.parametrize("text", ["007", "1:30", "12:30:00", "12:30.5", "2026-1-31", "1.2.3", "+"])
+    def test_what_is_no_number_in_yaml_stays_as_written(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "a.yaml").write_text(f"output_dir: {text}\ndata: {{path: [{text}]}}\n")
+        config = load_config(tmp_path / "a.yaml", "debug")
+        assert (config.output_dir, config.data.path) == (text, (text,))
+
+    @pytest.mark.parametrize(
+        ("text", "number"),
+        [
+            ("010", 10), ("089", 89), ("1_000", 1000), ("0x10", 16), ("0b11", 3), ("+5", 5), ("1e3", 1000),
+            ("1.5e3", 1500), ("2.", 2), ("'7'", 7),
+        ],
+    )  # fmt: skip
+    def test_integers_in_yaml_are_decimal(self, tmp_path: Path, text: str, number: int) -> None:
+        (tmp_path / "a.yaml").write_text(f"training: {{max_steps: {text}}}\n")
+        assert load_config(tmp_path / "a.yaml", "debug").training.max_steps == number
+
+    @pytest.mark.parametrize("text", [".5", "0.5", "+.5", "5e-1", "5.e-1", "50_0e-3"])
+    def test_numbers_in_yaml_have_a_point_or_an_exponent(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "a.yaml").write_text(f"optim: {{learning_rate: {text}}}\n")
+        assert load_config(tmp_path / "a.yaml", "debug").optim.learning_rate == 0.5
+
+    @pytest.mark.parametrize("text", ["a\\u0000b", "a\\ud800"])
+    def test_text_has_no_characters_that_no_file_name_has(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "a.json").write_text(f'{{"output_dir": "{text}"}}')
+        with pytest.raises(UsageError, match=r"a.json:1: output_dir 'a.* has a character that no file name can have"):
+            load_config(tmp_path / "a.json", "debug")
+
+    def test_a_config_is_a_file_of_limited_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "MAX_BYTES", 3 << 20)
+        os.mkfifo(tmp_path / "fifo.yaml")
+        (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+        (tmp_path / "folder.yaml").mkdir()
+        (tmp_path / "large.yaml").write_text("#" * (3 << 20) + "\n")
+        for name in ("fifo", "zero", "folder", "large"):
+            with pytest.raises(UsageError, match=f"{name}.yaml: a config must be a file of at most 3 MiB"):
+                load_config(tmp_path / f"{name}.yaml")
+
+    def test_data_in_the_place_of_a_config_is_told_where_to_go(self) -> None:
+        with pytest.raises(UsageError, match=r"must end in .json, .yaml or .toml\n  for data: --data.path rows.jsonl"):
+            load_config("rows.jsonl")
+
     def test_a_missing_file_lists_the_files_beside_it(self, tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text("")
         with pytest.raises(UsageError, match="config files in .*run.yaml"):
@@ -275,11 +326,43 @@ class TestOtherNames:
         launch_flags = {option.name for option in fields(LaunchOptions)}
         for name, setting in OTHER_NAMES.items():
             assert not any(known.endswith(f".{name}") for known in field_types()), name
-            key, _, value = setting.partition(" ")
+            key, _, values = setting.partition(" ")
             if key not in launch_flags:
                 assert key in field_types(), setting
                 validation = {"data.validation_split": 0.1}
-                load_config(overrides=MINIMAL | validation | ({key: value} if value else {}))
+                for value in values.split("|") if values else ():
+                    load_config(overrides=MINIMAL | validation | {key: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value", "expected"),
+        [
+            ("train_on_inputs", False, "in Torchstone this is --data.train_on assistant"),
+            ("train_on_inputs", True, "in Torchstone this is --data.train_on all"),
+            ("completion_only_loss", "false", "in Torchstone this is --data.train_on all"),
+            ("gradient_checkpointing", False, "in Torchstone this is --model.recompute none"),
+            ("bf16", "auto", "in Torchstone this is --training.precision bf16"),
+            ("bf16", "no", "in Torchstone this is --training.precision fp32"),
+            ("fp16", True, "fp16 is not in this version; --training.precision bf16"),
+            ("fp16", False, "leave it out: fp16 is not in this version"),
+            ("torch_compile", 0, "in Torchstone this is --model.compile none"),
+            ("load_in_8bit", False, "leave it out: quantized base models are not"),
+            ("adam_beta1", 0, "in Torchstone this is --optim.betas 0.9,0.95"),
+            ("eval_strategy", "no", "leave it out: --training.validate_every_steps N or"),
+            ("per_device_batch_size", 4, "in Torchstone this is --training.batch_size"),
+            ("batch_size", 4, "--training.global_batch_size N is samples per step, --training.batch_size N is rows"),
+            ("optim.batch_size", 4, "--training.global_batch_size N is samples per step"),
+            ("lora_alpha", 8, "LoRA is not in this version"),
+            ("lora.rank", 8, "LoRA is not in this version"),
+            ("lora.foo", 8, "LoRA is not in this version"),
+            ("preset_batch_kyes", 8, "the sections are"),
+            ("training", 5, "the keys of 'training' are mode, max_steps"),
+            ("n_layer", 5, "in Torchstone this is --model.depth"),
+        ],
+    )
+    def test_the_answer_depends_on_the_value(self, name: str, value: object, expected: str) -> None:
+        text = error_text(**{name.replace(".", "__"): value})
+        assert f"\n  {expected}" in text
+        assert "did you mean" not in text
 
 
 class TestFineTuningDefaults:
@@ -323,6 +406,9 @@ class TestWrongValues:
             ("optim.betas", "0.9,1.0", "must be at least 0 and less than 1, not 1.0"),
             ("optim.schedule", "cosin", "did you mean 'cosine'?"),
             ("optim.no_decay", "norm,biases", "the kinds are norm, bias, embed, head, matrix"),
+            ("data.columns", "question=prompt,answer=completion", "did you mean prompt=question? The name in the row"),
+            ("data.columns", {"body": "text"}, "did you mean text=body?"),
+            ("data.columns", "promt=question", "did you mean 'prompt'?"),
             ("data.shuffle", "maybe", "must be true or false"),
             ("data.validation_split", "1.5", "at most 1"),
             ("data.validation_split", 1, "leaves no training data"),
@@ -331,6 +417,20 @@ class TestWrongValues:
             ("checkpoint.save_best", True, "there is no validation data"),
             ("training.patience", 3, "there is no validation data"),
             ("checkpoint.every_minutes", -1, "must be at least 0"),
+            ("model.depth", 20000, "must be at least 1 and at most 10000, not 20000"),
+            ("model.width", 10**9, "at most 1e+08"),
+            ("model.mlp_width", "1e30", "at most 1e+08"),
+            ("data.context_length", 2 * 10**9, "at most 1e+08"),
+            ("data.weights", "1e-320", "at least 1e-09"),
+            ("training.max_steps", "1e30", "must be less than 2^63, not 1e30"),
+            ("training.max_epochs", "1e308", "at most 1e+09"),
+            ("training.max_tokens", "1e30", "at most 1e+16"),
+            ("training.global_batch_size", "1e30", "at most 1e+08"),
+            ("training.grad_accum_steps", "9e18", "at most 1e+08"),
+            ("training.validate_every_epochs", "1e-320", "at least 1e-09"),
+            ("checkpoint.every_epochs", "1e-320", "at least 1e-09"),
+            ("system.hang_timeout", "1e15", "at most 1e+08"),
+            ("system.join_timeout", "1e15", "at most 1e+08"),
             ("optim.decay_steps", 5, "is for schedule wsd, not cosine"),
         ],
     )
@@ -358,6 +458,62 @@ class TestWrongValues:
         assert "the only one is at the end of the run" in text
         values = MINIMAL | {"training.patience": 2, "data.validation_split": 0.1, "training.validate_every_epochs": 0.5}
         assert load_config(overrides=values).training.patience == 2
+
+    def test_save_best_needs_a_validation(self) -> None:
+        changes = {"data.validation_split": 0.1, "checkpoint.save_best": True, "training.validate_at_end": False}
+        assert "the run never validates" in error_text(**{k.replace(".", "__"): v for k, v in changes.items()})
+        config = load_config(overrides=MINIMAL | changes | {"training.validate_every_steps": 2})
+        assert config.checkpoint.save_best
+
+    @pytest.mark.parametrize(
+        ("key", "value", "expected"),
+        [
+            ("model.tokenizer", "", "model.tokenizer is empty"),
+            ("model.path", " ", "model.path is empty"),
+            ("checkpoint.resume", "", "checkpoint.resume is empty"),
+            ("data.chat_template", "", "data.chat_template is empty"),
+            ("data.cache_dir", "", "data.cache_dir is empty"),
+            ("output_dir", "", "output_dir is empty"),
+            ("data.path", "", "data.path has an empty part"),
+            ("data.path", ",c.jsonl", "data.path has an empty part"),
+            ("data.path", ["c.jsonl", ""], "data.path has an empty part"),
+            ("data.validation_path", "", "data.validation_path has an empty part"),
+            ("data.validation_path", [], "data.validation_path has an empty part"),
+            ("optim.no_decay", "norm,,bias", "optim.no_decay has an empty part"),
+        ],
+    )
+    def test_an_empty_name_is_refused(self, key: str, value: object, expected: str) -> None:
+        assert f"{expected}\n  write a value, or leave it out" in error_text(**{key.replace(".", "__"): value})
+
+    @pytest.mark.parametrize(
+        ("text", "paths"),
+        [
+            ("[ab].jsonl", ("[ab].jsonl",)),
+            ("(new) x.jsonl,d[1]", ("(new) x.jsonl", "d[1]")),
+            ("(new)", ("(new)",)),
+            ("[a.jsonl, b.jsonl]", ("a.jsonl", "b.jsonl")),
+            (Path("a,b.jsonl"), ("a,b.jsonl",)),
+            ("~/a.jsonl,b~", ("/home/me/a.jsonl", "b~")),
+        ],
+    )
+    def test_a_path_is_what_is_written(
+        self, monkeypatch: pytest.MonkeyPatch, text: str | Path, paths: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setenv("HOME", "/home/me")
+        assert load_config(overrides=MINIMAL | {"data.path": text}).data.path == paths
+
+    def test_brackets_come_in_pairs(self) -> None:
+        assert load_config(overrides=MINIMAL | {"optim.betas": "(0.9, 0.95)"}).optim.betas == (0.9, 0.95)
+        assert "must be a number, not '[0.9'" in error_text(optim__betas="[0.9,0.95")
+
+    def test_a_tilde_is_the_home_folder_in_every_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/home/me")
+        config = load_config(
+            overrides=MINIMAL
+            | {"output_dir": "~/run", "data.cache_dir": "~/c", "model.tokenizer": "~", "data.path": "x~"}
+        )
+        assert (config.output_dir, config.data.cache_dir) == ("/home/me/run", "/home/me/c")
+        assert (config.model.tokenizer, config.data.path) == ("/home/me", ("x~",))
 
     def test_none_is_an_empty_list(self) -> None:
         assert load_config(overrides=MINIMAL | {"optim.no_decay": "none"}).optim.no_decay == ()

@@ -338,9 +338,12 @@ class TestNewModel:
         ({"model__heads": 4, "model__kv_heads": 3}, "use --model.kv_heads 1, 2, 4"),
         ({"model__family": "gpt2", "model__kv_heads": 2}, "family gpt2 has no grouped key/value heads"),
         ({"model__family": "gpt3"}, "gpt2"),
+        ({"model__width": 10**8, "model__heads": 7}, "use --model.heads 1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 40"),
+        ({"model__width": 2**26, "model__heads": 2**25, "model__kv_heads": 3}, "use --model.kv_heads 1, 2, 4, 8, 16"),
         ({"model__family": "gpt2", "model__rope_theta": 500.0}, "model.rope_theta does not apply to family gpt2"),
         ({"model__family": "gemma3_text", "model__rope_theta": 500.0}, "model.rope_theta does not apply"),
         ({"model__implementation": "fallback"}, "a new model is native"),
+        ({"system__device_id": 3}, "system.device_id is 3, but the device is the CPU"),
     ],
     ids=str,
 )

@@ -368,11 +368,14 @@ class TestValidation:
         assert caught.value.exit_code == 5
 
     def test_validation_does_not_change_training(self, settings: Settings, tmp_path: Path) -> None:
-        plain = train(settings(data__validation_split=0.2, training__validate_at_end=False))[1]
+        _, plain, folder = train(settings(data__validation_split=0.2, training__validate_at_end=False))
         often = settings(
             data__validation_split=0.2, training__validate_every_steps=1, output_dir=str(tmp_path / "often")
         )
-        assert [line["loss"] for line in train(often)[1]] == [line["loss"] for line in plain]
+        _, lines, other = train(often)
+        assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
+        logs = [(run / "logs/rank-0.log").read_text() for run in (folder, other)]
+        assert ["held out and never used" in log for log in logs] == [True, False]
 
 
 class TestCheckpoints:

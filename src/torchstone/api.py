@@ -70,7 +70,7 @@ from torchstone.training.generation import (
 )
 from torchstone.training.hub_commits import check_same_commits, pin_hub_names
 from torchstone.training.loop import Callback, Run, TrainResult, train_loop
-from torchstone.training.schedule import describe_saving
+from torchstone.training.schedule import Interval, describe_saving
 from torchstone.training.setup import (
     build_run,
     check_row_length,
@@ -537,6 +537,8 @@ def _describe_run(run: Run) -> list[str]:
         epochs = f" ({samples / len(run.data.train):.2f} epochs)"
         mixture = run.data.describe_mixture(samples)
     validation = "none held out" if run.data.validation is None else f"{len(run.data.validation)} held out"
+    if run.data.validation is not None and run.schedule.validation == Interval():
+        validation += " and never used (neither training.validate_at_end nor an interval is set)"
     warmup_steps = resolve_warmup_steps(steps, optim)
     return [
         f"{'endless steps' if steps is None else _count(steps, 'step')}{epochs} of {sizes.global_batch_size} samples, "

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -29,6 +30,7 @@ from torchstone.atomic import lock_run_folder, write_text
 from torchstone.config.help import config_table
 from torchstone.config.load import (
     ConfigLayers,
+    convert_value,
     explain_name,
     extract_config_flags,
     extract_flags,
@@ -59,8 +61,8 @@ if TYPE_CHECKING:
     from torchstone.api import Chat
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
-PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+PositiveInt = Annotated[int, Parameter(validator=validators.Number(gte=1, lt=2**63))]
+NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=2**63))]
 Switch = Annotated[bool, Parameter(negative="")]
 LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
@@ -360,10 +362,10 @@ class Commands:
         from torchstone import api
 
         result = api.train_tokenizer(
-            [name for name in data.split(",") if name],
+            list(convert_value("data.path", data) or ()),
             folder,
             vocab_size,
-            [token for token in special.split(",") if token],
+            [token.strip() for token in special.split(",") if token.strip()],
             None if chat_template == "none" else chat_template,
             pattern,
             min_frequency,
@@ -403,7 +405,7 @@ class Commands:
         *,
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         device: Device = "auto",
-        limit: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 60.0,
+        limit: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1e8))] = 60.0,
         as_json: JsonFlag = False,
     ) -> None:
         """Check that all ranks of a launch reach each other and that collectives are correct, and measure their speed.
@@ -658,12 +660,13 @@ def _worker_command() -> list[str]:
 
 
 def _convert_strictly(type_: Any, tokens: Sequence[Any]) -> Any:
-    """As cyclopts converts values, except that a fraction is no integer: cyclopts would round it."""
+    """As cyclopts converts values, but a fraction is not rounded to an integer, and ~ is expanded in --html=~/page."""
     types = {type_, *get_args(type_)}
     for token in tokens if int in types and float not in types else ():
         if re.fullmatch(r"[+-]?\d*\.\d*[1-9]\d*", token.value):
             raise ValueError(f"{token.value} is not an integer")
-    return convert(type_, tokens)
+    value = convert(type_, tokens)
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _check_no_input(target: Path, *inputs: str | Path | None) -> None:
@@ -713,9 +716,10 @@ def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageE
     """The error of cyclopts, and what a flag such as --learning-rate may mean, or else the command's --help."""
     message, _, suggestion = message.partition(" Did you mean ")
     given_keys = [key.replace("-", "_") for key in given_keys]
-    for arg in args if args and args[0] in COMMANDS_WITH_KEYS else ():
-        flag = arg.partition("=")[0]
-        hint = explain_name(flag[2:], given_keys) if arg.startswith("--") and f"{flag}." in message else None
+    for arg, following in pairwise([*args, ""]) if args and args[0] in COMMANDS_WITH_KEYS else ():
+        flag, equals, value = arg.partition("=")
+        is_unknown = arg.startswith("--") and (f"{flag}." in message or f"{arg}." in message)
+        hint = explain_name(flag[2:], value if equals else following, given_keys) if is_unknown else None
         if hint is not None:
             return UsageError(message, hint)
     if message.startswith("Unused Tokens") and args[0] == "chat":

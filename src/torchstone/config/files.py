@@ -20,6 +20,7 @@ from torchstone.errors import UsageError
 
 # No setting has so many decimal or hexadecimal digits, and Python refuses to convert thousands of them.
 LONG_NUMBER = re.compile(r"[\da-fA-F][\da-fA-F_]{400,}")
+MAX_BYTES = 16 << 20
 # How many values aliases may add to a YAML file.
 MAX_YAML_NODES = 10_000
 
@@ -36,12 +37,15 @@ def read_config_file(path: Path) -> ConfigFile:
     readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": read_yaml, ".yml": read_yaml, ".toml": _read_toml}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml")
+        hint = f"for data: --data.path {path}" if path.suffix else None
+        raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml", hint)
     try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_BYTES):
+            raise UsageError(f"{path}: a config must be a file of at most {MAX_BYTES >> 20} MiB")
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"config file {path} does not exist", _list_siblings(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot read the file: {error}") from None
     if match := LONG_NUMBER.search(text):
         line = text.count("\n", 0, match.start()) + 1
@@ -140,8 +144,16 @@ def _json_lines(text: str, path: Path) -> dict[str, int]:
     return lines
 
 
+# In YAML 1.1, which PyYAML reads, 010 is 8, 12:30 is 750, and 2026-01-31 is a date.
+_YAML_1_1_VALUE = re.compile(r"[-+]?(?:0[\d_]+|\d[\d_]*(?::[\d.]+)+|\d{4}-\d.*)")
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads 2e-5 as a number. PyYAML reads it as a string, because YAML 1.1 requires 2.0e-5."""
+    """Reads 2e-5 as a number, as YAML 1.2 does, and values that only YAML 1.1 has as text."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        is_text = kind is yaml.ScalarNode and implicit[0] and _YAML_1_1_VALUE.fullmatch(value)
+        return super().resolve(kind, value, (False, True) if is_text else implicit)
 
 
 _Loader.add_implicit_resolver(

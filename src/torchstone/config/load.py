@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_config_file, read_yaml
-from torchstone.config.other_names import OTHER_NAMES, UNSUPPORTED_NAMES
+from torchstone.config.other_names import EXPLANATIONS, OTHER_NAMES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
     NEW_MODEL_KEYS,
@@ -27,6 +28,7 @@ from torchstone.config.schema import (
     SECTION_HELP,
     Config,
     InvalidConfigError,
+    PathText,
     Purpose,
     Range,
     validate,
@@ -52,6 +54,8 @@ MAPPING_EXAMPLE = "prompt=question,completion=answer"
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
+OFF_WORDS = ("false", "no", "off", "0", *NULL_WORDS)
+EMPTY_HINT = "write a value, or leave it out; is a shell variable unset?"
 NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -215,6 +219,8 @@ def extract_flags(
             if not is_switch(name):
                 raise UsageError(f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
             value = "true"
+        if name in [known.replace("-", "_") for known, _ in flags]:
+            raise UsageError(f"{flag} is given twice", "leave out one; a list has commas: a,b")
         flags.append((flag[2:], value))
     return flags, remaining
 
@@ -240,18 +246,25 @@ def extract_config_flags(
     return extract_flags([expand_no_flag(arg) for arg in args], is_wanted, is_switch)
 
 
-def explain_name(name: str, given: Collection[str] = ()) -> str | None:
+def explain_name(name: str, value: Any = None, given: Collection[str] = ()) -> str | None:
     """What to write instead of `name`, a setting's name in another trainer or without its section; None if unknown.
 
-    `given` are the keys that are set already: suggesting one of them would not help.
+    `value` is what it was set to. `given` are the keys that are set already: suggesting one of them would not help.
     """
-    leaf = name.replace("-", "_").rsplit(".", 1)[-1]
-    setting = _key_with_leaf(leaf) or OTHER_NAMES.get(leaf)
-    if setting is None:
-        return UNSUPPORTED_NAMES.get(leaf)
-    if setting.split()[0] in given:
-        return f"leave it out: in Torchstone this is --{setting.split()[0]}, which is given too"
-    return f"in Torchstone this is --{setting}"
+    name = name.replace("-", "_")
+    section, _, leaf = name.rpartition(".")
+    is_off = str(value).lower() in OFF_WORDS
+    names = (leaf, leaf.partition("_")[0], "" if section in SECTION_HELP else section)
+    explanation = next((EXPLANATIONS[name] for name in names if name in EXPLANATIONS), None)
+    if explanation is not None:
+        return f"leave it out: {explanation}" if is_off else explanation
+    key, _, values = (_key_with_leaf(leaf) or OTHER_NAMES.get(leaf, "")).partition(" ")
+    if key in ("", name):
+        return None
+    if key in given:
+        return f"leave it out: in Torchstone this is --{key}, which is given too"
+    on, _, off = values.partition("|")
+    return f"in Torchstone this is --{key} {off if off and is_off else on}".rstrip()
 
 
 def _key_with_leaf(leaf: str) -> str | None:
@@ -300,7 +313,7 @@ def _collect(values: Sequence[tuple[str, Any, str | None]]) -> dict[str, Setting
         normalized = name.replace("-", "_")
         key = ALIASES.get(normalized, normalized)
         if key not in field_types():
-            raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key))
+            raise UsageError(f"{_prefix(origin)}unknown key {name!r}", _suggest(key, value))
         if key in settings and settings[key].name != name:
             raise UsageError(
                 f"{_prefix(origin)}{name!r} and {settings[key].name!r} are the same setting", "leave out one of them"
@@ -326,16 +339,18 @@ def _merge(earlier: dict[str, Setting], later: dict[str, Setting]) -> dict[str, 
     return earlier | later
 
 
-def _suggest(key: str) -> str:
+def _suggest(key: str, value: Any) -> str:
     sections = {name.split(".")[0] for name in field_types() if "." in name}
     section, _, leaf = key.partition(".")
     same_leaf = _key_with_leaf(leaf or section)
-    if same_leaf is not None:
+    if same_leaf is not None and (leaf or section) not in EXPLANATIONS:
         return f"did you mean {same_leaf!r}?"
-    explanation = explain_name(key)
+    explanation = explain_name(key, value)
     if explanation is not None:
         return explanation
-    similar = difflib.get_close_matches(key, [*field_types(), *ALIASES], n=1, cutoff=0.6)
+    # preset_batch_keys is for the files that a launcher writes.
+    names = [name for name in (*field_types(), *ALIASES) if name != "preset_batch_keys"]
+    similar = [] if key in sections else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if similar:
         return f"did you mean {ALIASES.get(similar[0], similar[0])!r}?"
     if section in sections:
@@ -377,12 +392,18 @@ def _build(settings: dict[str, Setting]) -> Config:
 def _convert(value: Any, annotation: Any, key: str) -> Any:
     """Converts `value`, from a file or a command line, to the type of the field; raises UsageError if it cannot."""
     origin = get_origin(annotation)
+    if annotation == PathText:
+        if not (name := _convert_plain(value, str, key)).strip():
+            raise UsageError(f"{key} is empty", EMPTY_HINT)
+        return os.path.expanduser(name)
     if origin is Annotated:
         base, *annotations = get_args(annotation)
         result = _convert(value, base, key)
         for limit in annotations:
             if isinstance(limit, Range) and not limit.contains(result):
                 raise UsageError(f"{key} must be {limit}, not {value}")
+        if isinstance(result, int) and result >= 2**63:
+            raise UsageError(f"{key} must be less than 2^63, not {value}")
         return result
     if origin in (Union, types.UnionType):
         return _convert_optional(value, annotation, key)
@@ -411,6 +432,10 @@ def _convert_mapping(value: Any, annotation: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{key} must be a mapping, not {value!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
     name_type, type_ = get_args(annotation)
+    for name, inner in value.items():
+        if name not in get_args(name_type) and inner in get_args(name_type):
+            hint = f"did you mean {inner}={name}? The name in the row format comes first, then that of your column"
+            raise UsageError(f"{key} cannot be {name!r}", hint)
     return {_convert(name, name_type, key): _convert(inner, type_, f"{key}.{name}") for name, inner in value.items()}
 
 
@@ -436,12 +461,19 @@ def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
         # The strings of a JSON list may have commas.
         with suppress(ValueError):
             value = json.loads(value)
-    if isinstance(value, str):
-        text = "" if value.lower() in NULL_WORDS else value.strip().strip("[]()")
-        value = [part.strip() for part in text.split(",") if part.strip()]
+    types_ = get_args(annotation)
+    is_path, is_text = types_[0] == PathText, isinstance(value, str)
+    value = [value] if isinstance(value, os.PathLike) else value
+    if is_text:
+        text = "" if value.lower() in NULL_WORDS else value.strip()
+        # Only a pair is no part of the values, and (new) may be a folder.
+        if text[:1] + text[1:][-1:] in (("[]",) if is_path else ("[]", "()")):
+            text = text[1:-1].strip()
+        value = [part.strip() for part in text.split(",")] if text else []
     if not isinstance(value, list | tuple):
         raise UsageError(f"{key} must be a list, not {value!r}", "write it as 0.9,0.95 or [0.9, 0.95]")
-    types_ = get_args(annotation)
+    if (is_path and not value) or ((is_path or is_text) and "" in value):
+        raise UsageError(f"{key} has an empty part", EMPTY_HINT)
     if types_[-1] is Ellipsis:
         types_ = (types_[0],) * len(value)
     if len(types_) != len(value):
@@ -454,9 +486,12 @@ def _convert_plain(value: Any, type_: type, key: str) -> Any:
     if value is None:
         raise error
     if type_ is str:
-        if isinstance(value, bool | list | dict):
-            raise error
-        return str(value)
+        if not isinstance(value, str | os.PathLike):
+            raise UsageError(error.message, "write it in quotes")
+        with suppress(UnicodeEncodeError):
+            if b"\0" not in os.fsencode(value):
+                return os.fspath(value)
+        raise UsageError(f"{key} {ascii(str(value))[:60]} has a character that no file name can have")
     if type_ is bool:
         if isinstance(value, bool):
             return value

@@ -45,13 +45,21 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FamilyName = Literal[
     "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text", "phi3", "gpt2"
 ]
+# Every integer is below 2^63. What is multiplied with others (sizes, batches, tokens, epochs) has a lower limit.
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
+Depth = Annotated[int, Range(1, 10_000)]
+Size = Annotated[int, Range(1, 1e8)]
+TokenCount = Annotated[int, Range(1, 1e16)]
 PositiveFloat = Annotated[float, Range(0, exclude_min=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
+Weight = Annotated[float, Range(1e-9, 1e18)]
+Epochs = Annotated[float, Range(1e-9, 1e9)]
+Seconds = Annotated[float, Range(0, 1e8, exclude_min=True)]
 Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 1, exclude_max=True)]
-Seed = Annotated[int, Range(0, 2**63, exclude_max=True)]
+# A file or a folder, for some keys also a name on the hub: never empty, and ~ is the home folder.
+PathText = Annotated[str, "path"]
 ZeroStage = Annotated[int, Range(1, 3)]
 ThreadCount = Annotated[int, Range(1, 1024)]
 WorkerCount = Annotated[int, Range(0, 256)]
@@ -59,28 +67,28 @@ WorkerCount = Annotated[int, Range(0, 256)]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str | None = None
+    path: PathText | None = None
     """Hugging Face folder, checkpoint, run, or model on the hub (org/name); without it, model.depth makes a new one."""
 
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder of the tokenizer, name on the hub (org/name), or demo:tokenizer; by default the one in model.path."""
 
     family: FamilyName = "llama"
     """Architecture of a new model."""
 
-    depth: PositiveInt | None = None
+    depth: Depth | None = None
     """Layers of a new model; width, heads and initialization are derived from it and logged."""
 
-    width: PositiveInt | None = None
+    width: Size | None = None
     """Hidden size of a new model; by default 64 x depth."""
 
-    heads: PositiveInt | None = None
+    heads: Size | None = None
     """Attention heads of a new model; by default width / 64 up to a width of 1024, and width / 128 above."""
 
-    kv_heads: PositiveInt | None = None
+    kv_heads: Size | None = None
     """Key/value heads of a new model; by default the same as heads."""
 
-    mlp_width: PositiveInt | None = None
+    mlp_width: Size | None = None
     """MLP width of a new model; by default 8/3 x width, rounded up to a multiple of 64 (gpt2: 4 x width)."""
 
     tied: bool = True
@@ -116,10 +124,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: tuple[str, ...] | None = None
+    path: tuple[PathText, ...] | None = None
     """Training data: a file (JSONL, CSV, text, parquet), folder, glob or hub:org/name; several with commas."""
 
-    weights: tuple[PositiveFloat, ...] = ()
+    weights: tuple[Weight, ...] = ()
     """Relative share of the samples from each path; without weights every row is seen once per epoch."""
 
     format: tuple[Format, ...] = ("auto",)
@@ -129,7 +137,7 @@ class DataConfig:
     columns: tuple[dict[Column, str], ...] = ()
     """Names of the data's columns, as prompt=question,completion=answer; one mapping for all paths or a list."""
 
-    context_length: PositiveInt = 1024
+    context_length: Size = 1024
     """Maximum sequence length in tokens; for packed text, the length of every row."""
 
     max_samples: PositiveInt | None = None
@@ -141,7 +149,7 @@ class DataConfig:
     text_packing: Literal["stream", "best-fit"] = "stream"
     """Packed text: one stream of documents cut into rows, or complete documents placed by best fit."""
 
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A file, or chatml, llama3, alpaca, plain; by default the tokenizer's own. It is saved with the model."""
 
     train_on: str = "assistant"
@@ -156,13 +164,13 @@ class DataConfig:
     shuffle: bool = True
     """Draw samples in a random order, which depends only on training.seed and the epoch."""
 
-    validation_path: tuple[str, ...] | None = None
+    validation_path: tuple[PathText, ...] | None = None
     """Validation data, with the same choices as data.path; or demo:heldout."""
 
     validation_split: Fraction = 0.0
     """Share of data.path held out for validation, chosen by training.seed."""
 
-    cache_dir: str = "cache/datasets"
+    cache_dir: PathText = "cache/datasets"
     """Folder of the token cache; its entries are keyed by everything that decides their contents."""
 
     prepare_workers: WorkerCount | None = None
@@ -180,26 +188,26 @@ class TrainingConfig:
     max_steps: PositiveInt | None = None
     """Number of optimizer steps."""
 
-    max_epochs: PositiveFloat | None = None
+    max_epochs: Epochs | None = None
     """Passes over the data; one if no limit is set."""
 
-    max_tokens: PositiveInt | None = None
+    max_tokens: TokenCount | None = None
     """Tokens to train on, without padding; the run ends with the step that reaches this number."""
 
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Size | None = None
     """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise; by default 32
     with model.path."""
 
-    batch_size: PositiveInt | None = None
+    batch_size: Size | None = None
     """Rows per device and micro-step, except for packed conversations; by default 8 for text, 4 for conversations."""
 
-    grad_accum_steps: PositiveInt | None = None
+    grad_accum_steps: Size | None = None
     """Micro-steps per optimizer step; by default derived from the batch sizes. If set, the global size is derived."""
 
     max_tokens_per_gpu: PositiveInt | None = None
     """Tokens per device and micro-step for packed conversations; by default context_length."""
 
-    seed: Seed = 0
+    seed: NonNegativeInt = 0
     """Seed of the initialization, the order of the data and the validation split."""
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"
@@ -208,7 +216,7 @@ class TrainingConfig:
     validate_every_steps: PositiveInt | None = None
     """Validate every n optimizer steps."""
 
-    validate_every_epochs: PositiveFloat | None = None
+    validate_every_epochs: Epochs | None = None
     """Validate every n epochs, such as 0.5."""
 
     validate_every_samples: PositiveInt | None = None
@@ -299,7 +307,7 @@ class CheckpointConfig:
     every_samples: PositiveInt | None = None
     """Save every n samples."""
 
-    every_epochs: PositiveFloat | None = None
+    every_epochs: Epochs | None = None
     """Save every n epochs, such as 0.5."""
 
     every_minutes: NonNegativeFloat | None = None
@@ -314,7 +322,7 @@ class CheckpointConfig:
     keep_last: PositiveInt | None = 2
     """Checkpoints to keep besides the best one and the one resumed from; null keeps all."""
 
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint."""
 
 
@@ -350,13 +358,13 @@ class SystemConfig:
     threads: ThreadCount | None = None
     """CPU threads of torch; by default torch's own choice."""
 
-    hang_timeout: PositiveFloat = 1800.0
+    hang_timeout: Seconds = 1800.0
     """Seconds without progress after which a worker counts as hung and the run fails."""
 
-    join_timeout: PositiveFloat = 3600.0
+    join_timeout: Seconds = 3600.0
     """Seconds that workers and nodes wait for each other when a run starts."""
 
-    save_grace: PositiveFloat = 300.0
+    save_grace: Seconds = 300.0
     """With several processes: seconds that workers have to save after a stop signal, before they are killed."""
 
 
@@ -373,7 +381,7 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
 
-    output_dir: str = "runs/train"
+    output_dir: PathText = "runs/train"
     """Folder of the run: config.json, metrics.jsonl, checkpoints, logs."""
 
     preset_batch_keys: tuple[str, ...] = ()
@@ -564,6 +572,12 @@ RULES = [
     ),
     *(_validation_rule("training", f"validate_every_{unit}") for unit in ("steps", "epochs", "samples")),
     _validation_rule("checkpoint", "save_best"),
+    Rule(
+        "checkpoint.save_best",
+        lambda c: c.checkpoint.save_best and not (_has_validation_interval(c.training) or c.training.validate_at_end),
+        "checkpoint.save_best is set, but the run never validates",
+        "leave out training.validate_at_end, or add --training.validate_every_steps N",
+    ),
     _validation_rule("training", "patience"),
     Rule(
         "training.patience",
@@ -577,8 +591,6 @@ RULES = [
         "data.validation_split 1 leaves no training data",
         "use a smaller share, such as 0.05",
     ),
-    Rule("data.cache_dir", lambda c: not c.data.cache_dir, "data.cache_dir is empty", "use a folder name"),
-    Rule("output_dir", lambda c: not c.output_dir, "output_dir is empty", "use --output-dir runs/NAME"),
     *(rule for mode in ("step", "epoch", "token") for rule in _mode_rules(mode)),
     Rule(
         "optim.schedule",

@@ -98,10 +98,6 @@ def print_least_loaded_gpu() -> None:
 def parse_args(argv: list[str]) -> ScriptArgs:
     flags, remaining = extract_script_flags(argv, FLAGS, ["debug"])
     values = dict(flags)
-    if len(values) < len(flags):
-        names = [name for name, _ in flags]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"--{twice.replace('_', '-')} is given twice", "leave out one of them")
     is_debug = values.pop("debug", None) is not None
     if is_debug and values.get("preset", "debug") != "debug":
         raise UsageError(f"--debug means --preset debug, but --preset {values['preset']} is given too")

@@ -7,6 +7,7 @@ named after its model's depth), so they are computed after everything is read an
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -139,7 +140,9 @@ def _flag_keys(script: TrainingScript, flags: dict[str, str], layers: ConfigLaye
             raise UsageError(
                 f"--{flag.replace('_', '-')} and --{keys[flag]} are the same setting", "leave out one of them"
             )
-    values = {keys[flag]: str(RUNS / value) if flag == "run" else value for flag, value in flags.items()}
+    values = {keys[flag]: value for flag, value in flags.items()}
+    if "run" in flags:
+        values["output_dir"] = str(RUNS / os.path.expanduser(flags["run"]))
     # --depth is not a folder: `_previous_model` finds the run of that depth.
     values.pop("model.path", None)
     if "total_batch_size" in flags:

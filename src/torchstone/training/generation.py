@@ -47,6 +47,8 @@ class SamplingOptions:
             raise UsageError(f"--top-p {self.top_p}: must be more than 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"--top-k {self.top_k}: must be at least 0")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed}: must be at least 0 and less than 2^63")
         if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
             raise UsageError("--top-p and --top-k have no effect at temperature 0", "add --temperature 0.8")
 

@@ -149,6 +149,8 @@ def select_device(system: SystemConfig) -> torch.device:
     if system.threads is not None:
         torch.set_num_threads(system.threads)
     if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
+        if system.device_id:
+            raise UsageError(f"system.device_id is {system.device_id}, but the device is the CPU", "leave it out")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError("system.device is cuda, but torch sees no CUDA device", "use --system.device cpu")
