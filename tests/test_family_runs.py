@@ -227,8 +227,8 @@ class TestRowsThatAreTooLong:
         assert "depends on the row's length beyond 12 tokens" in err
         assert "use --data.packing false" in err
         assert not (tmp_path / "run/checkpoints").exists()
-        for name, option in (("padded", ("--data.packing", "false")), ("short", ("--data.context_length", "12"))):
-            code, _, err = torchstone("train", *flags(overrides | {"output_dir": str(tmp_path / name)}), *option)
+        for name, option in (("padded", {"data.packing": False}), ("short", {"data.context_length": 12})):
+            code, _, err = torchstone("train", *flags(overrides | option | {"output_dir": str(tmp_path / name)}))
             assert code == 0, err
             assert len(losses(tmp_path / name)) == 1
 

@@ -411,18 +411,9 @@ class TestDamagedNative:
         with pytest.raises(UsageError, match=f"num_hidden_layers is {10**9}, more than 2048"):
             load_model(folder, CPU)
 
-    @pytest.mark.parametrize(
-        ("sizes", "problem"),
-        [
-            ({"model__depth": 2049}, "model.depth 2049 is more than 2048"),
-            ({"model__width": 2**30, "model__mlp_width": 2**30}, "do not fit together: a matrix of the model"),
-        ],
-    )
-    def test_a_new_model_of_absurd_sizes_is_refused(
-        self, torchstone: Command, settings: Settings, sizes: dict[str, int], problem: str
-    ) -> None:
-        code, _, err = torchstone("train", *flags(settings(**sizes)))
-        assert (code, problem in err) == (2, True), err
+    def test_a_new_model_of_absurd_depth_is_refused(self, torchstone: Command, settings: Settings) -> None:
+        code, _, err = torchstone("train", *flags(settings(model__depth=2049)))
+        assert (code, "model.depth 2049 is more than 2048" in err) == (2, True), err
 
     def test_sizes_whose_product_overflows_are_refused(self, train_error: TrainError, folder: Path) -> None:
         """Each of them is allowed."""
