@@ -358,14 +358,14 @@ class TestKey:
     # the change that the weights of messages are honoured.
     KEYS = {
         "text": "142dd0812130d92670663d6e25ae5eea39d49dd04f0b138cd26bce2d9fc834ad",
-        "messages": "6259fa91235f902c1fa0f4059ac4f6136a14a6875d38b4a6e67aaf91ee50f461",
+        "messages": "a1b550b6a5f08e0d82e3cc59295096b414a9255ca72c822768e9ddd8a2a03ab7",
         "tokens": "85548ee1bdc806e1008126e3f7cd84e7cdb5d5884e7b4a3825639ec581f0c0ca",
     }
     FINGERPRINTS = {
         "text": "df3160539919995c2ee999321fe87cb0142946962be0a18867d0fb5d38897f7e",
-        "messages": "27a54f668ae4442da82fbf5d4039386d817231e78b8ca19e471a6876fbda0310",
+        "messages": "be59e57f8c652015ce70490d701cd39e99b2429cb3225c7b0bba9f991e3a19c3",
         "tokens": "7bb9f9966993efa34bbd9b921da6cf05ec55c732e338d0c7e172fc0afe26de97",
-        "text messages": "a29b5fdf643e56ce7034ea4e7bb19e790323b940187c175a349890ec7e130a89",
+        "text messages": "8fbeb8af6dfca19efb1d63c339290f34639bf362cbeb936b6cd7050071e9fc33",
     }
 
     @pytest.mark.parametrize("formats", FINGERPRINTS)

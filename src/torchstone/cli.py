@@ -104,7 +104,7 @@ def program() -> None:
     """The `torchstone` process."""
     sys.excepthook = _print_crash
     # Libraries log what files contain, such as names in a config.json.
-    logging.setLogRecordFactory(_escaped_record)
+    logging.setLogRecordFactory(_EscapedRecord)
     main(ignore_late_signals=True)
 
 
@@ -230,8 +230,8 @@ class Commands:
         try:
             resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps)
         except UsageError as error:
-            saved = Path(output_dir or ".", "config.json")
-            if config is None and preset is None and output_dir is not None and saved.is_file():
+            saved = Path(output_dir or "", "config.json")
+            if config is None and preset is None and not self.config_flags and output_dir and saved.is_file():
                 hint = f"to continue the run in {output_dir}: torchstone train {saved}"
                 raise UsageError(error.message, hint) from None
             raise
@@ -798,10 +798,9 @@ def _crash(error: Exception) -> None:
     _exit(1)
 
 
-def _escaped_record(*args: Any, **options: Any) -> logging.LogRecord:
-    record = logging.LogRecord(*args, **options)
-    record.msg, record.args = escape_message(record.getMessage()), ()
-    return record
+class _EscapedRecord(logging.LogRecord):
+    def getMessage(self) -> str:
+        return escape_message(super().getMessage())
 
 
 def _print_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

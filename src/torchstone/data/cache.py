@@ -60,7 +60,7 @@ from torchstone.observe.console import Console
 # Increased whenever the same rows would give different tokens, or the layout of the files changes.
 CODE_VERSION = 2
 # Increased if only conversations would: runs on other data can then still be resumed.
-CHAT_VERSION = 1
+CHAT_VERSION = 2
 JOURNAL_SECONDS = 2.0
 # Below this, starting processes takes longer than tokenizing.
 MIN_POOL_BYTES = 4_000_000

@@ -183,6 +183,7 @@ class Launch:
         """A cleanup of /tmp may have removed the folder since the last attempt. Its name is known, so another user may
         have made one: they could change the config."""
         with suppress(FileExistsError):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700)
         if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
             raise WorkerError(f"{self.folder} belongs to another user", "set TMPDIR to a folder of your own")

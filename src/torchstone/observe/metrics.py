@@ -6,6 +6,7 @@ line would remain, the file is renamed instead: it may be all that is left of an
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from io import FileIO
@@ -48,7 +49,9 @@ class MetricsFile:
         if self._file is None:
             return
         try:
-            self._file.write(f"{json.dumps(metrics)}\n".encode())
+            line = f"{json.dumps(metrics)}\n".encode()
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._file.name)) from None
 
