@@ -310,6 +310,10 @@ class TestDamaged:
         with pytest.raises(UsageError, match=f"config.json: does not describe a model: {problem}"):
             load_model(folder, CPU, execution=ExecutionOptions(implementation=implementation))
 
+    def test_numbers_that_build_nothing_may_be_large(self, folder: Path) -> None:
+        set_config(num_parameters=7 * 10**9, training_tokens=15 * 10**12, model_max_length=10**30)(folder)
+        assert load_model(folder, CPU).parameter_count > 0
+
     @pytest.mark.parametrize(
         ("damage", "message"),
         [

@@ -637,15 +637,15 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
 
 
 def _batch_rows() -> int:
-    """Tables are read a few rows at a time: a long value that occurs in every row may take a few bytes on disk."""
-    return min(8, CHUNK_ROWS)
+    """Tables are read few rows at a time: a long value that occurs in every row may take a few bytes on disk."""
+    return min(64, CHUNK_ROWS)
 
 
 def _arrow_chunks(path: Path, start: ReadPosition, tables: Iterable[Any], row: int, total: int) -> Iterator[Chunk]:
     """Joins tables of a few rows, of which the first starts at `row`, until they have CHUNK_BYTES in memory."""
     import pyarrow as pa
 
-    file_size, parts, size = size_on_disk(path), list[Any](), 0
+    file_size, parts, size, rows = size_on_disk(path), list[Any](), 0, 0
 
     def chunk() -> Chunk:
         table = pa.concat_tables(parts).combine_chunks()
@@ -656,11 +656,11 @@ def _arrow_chunks(path: Path, start: ReadPosition, tables: Iterable[Any], row: i
         skipped = min(len(part), max(0, start.offset - row))
         row += len(part)
         parts.append(part.slice(skipped))
-        size += parts[-1].nbytes
-        if size >= CHUNK_BYTES or sum(map(len, parts)) >= CHUNK_ROWS:
+        size, rows = size + parts[-1].nbytes, rows + len(parts[-1])
+        if size >= CHUNK_BYTES or rows >= CHUNK_ROWS:
             yield chunk()
-            parts, size = [], 0
-    if any(map(len, parts)):
+            parts, size, rows = [], 0, 0
+    if rows:
         yield chunk()
 
 

@@ -36,7 +36,7 @@ ACTIVATION_KEYS = {
 # expert and label becomes a Python object; several families have their own keys for them.
 MAX_COUNT, MAX_SIZE = 2**11, 2**30
 COUNT_KEY = re.compile(r"((n|num|decoder|encoder)_(\w+_)?layers?|(n|num)_(\w+_)?(blocks|experts|labels))")
-NOT_A_SIZE = re.compile(r"theta|base|freq|seed|model_max_length")
+SIZE_KEY = re.compile(r"(\w+_)?(size|dim|embd|inner|heads?|positions|position_embeddings|width)")
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 # Our names for the sizes, and the config keys of most families.
 SIZE_KEYS = {
@@ -81,8 +81,10 @@ def check_sizes(value: Any, key: str = "") -> None:
     if isinstance(value, dict | list):
         for name, each in value.items() if isinstance(value, dict) else ((key, each) for each in value):
             check_sizes(each, name)
-    limit = MAX_COUNT if COUNT_KEY.fullmatch(key) else MAX_SIZE
-    if type(value) is int and value > limit and not NOT_A_SIZE.search(key):
+    is_count = COUNT_KEY.fullmatch(key) is not None
+    limit = MAX_COUNT if is_count else MAX_SIZE
+    # Other keys, such as the number of training tokens, build nothing.
+    if type(value) is int and value > limit and (is_count or SIZE_KEY.fullmatch(key)):
         raise ValueError(f"{key} is {value}, more than {limit}")
 
 
