@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tiny import write_rows
+from torchstone.api import prepare
 from torchstone.atomic import translate_os_errors
 from torchstone.data import render_limits
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
@@ -64,7 +65,8 @@ def letters(edited: Callable[..., Path]) -> Callable[..., Tokenizer]:
             for token, i in (("<s>", 0), ("</s>", 1))
         ]
         none = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "post_processor"))
-        folder = edited(model={"vocab": LETTERS, "merges": []}, added_tokens=added, **none | parts)
+        model = {"vocab": LETTERS, "merges": []} | parts.pop("model", {})
+        folder = edited(model=model, added_tokens=added, **none | parts)
         names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
         return load_tokenizer(folder)
@@ -100,6 +102,27 @@ def test_characters_without_a_token_are_counted(letters: Callable[..., Tokenizer
     assert cache.counts.lost_characters == 9
 
 
+def test_a_suffix_of_words_is_no_character(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
+    vocab = LETTERS | {"T</w>": 6}
+    model = {"vocab": vocab, "end_of_word_suffix": "</w>"}
+    tokenizer = letters(model=model, normalizer={"type": "Replace", "pattern": {"String": "-"}, "content": ""})
+    cache = build_cache([{"text": "AC-T"}, {"text": "AxT"}], tokenizer, tmp_path)
+    assert cache.ids.tolist() == [2, 3, 6, 1, 2, 6, 1]
+    assert cache.counts.lost_characters == 1
+
+
+def test_a_prompt_with_a_character_without_a_token_is_a_bad_row(
+    letters: Callable[..., Tokenizer], tmp_path: Path
+) -> None:
+    """The tokenizer counts the offsets of later tokens without it, so the loss mask would move."""
+    rows = [{"prompt": "Ax", "completion": "CG"}, {"prompt": "A", "completion": "CG"}]
+    tokenizer = letters()
+    with pytest.raises(DataError, match="rows.jsonl:1: 1 characters have no token"):
+        build_cache(rows, tokenizer, tmp_path)
+    cache = build_cache(rows, tokenizer, tmp_path, stop_on_bad_row=False)
+    assert (cache.counts.bad_rows, cache.labels.tolist()) == (1, [-100, 3, 4, 1])
+
+
 def test_texts_are_encoded_without_a_post_processor(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
     assert build_cache([{"text": "ACGT"}], letters(), tmp_path).ids.tolist() == [2, 3, 4, 5, 1]
 
@@ -109,6 +132,17 @@ def test_dropout_is_turned_off_and_named(edited: Callable[..., Path], tokenizer:
     text = "The same text gives the same tokens."
     assert dropped.encode(text) == tokenizer.encode(text)
     assert any("dropout" in warning for warning in dropped.warnings)
+
+
+def test_each_warning_is_printed_once(
+    edited: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = edited("{{ raise_exception('no') }}", model={"dropout": 0.9})
+    names = [str(write_rows(tmp_path / f"{name}.jsonl", [{"text": f"text {name}"}] * 3)) for name in "abc"]
+    options = {"model.tokenizer": str(folder), "data.path": names[:2], "data.validation_path": names[2:]}
+    prepare(overrides=options | {"data.cache_dir": str(tmp_path / "cache"), "data.context_length": 8})
+    output = capsys.readouterr().err
+    assert [output.count(text) for text in ("dropout of the tokenizer", "only the eos token ends")] == [1, 1]
 
 
 @pytest.mark.parametrize("source", ["{{ ['!', '?'] | random }}", "{{ lipsum() }}"])
@@ -154,8 +188,9 @@ def test_a_template_need_not_be_stable_to_generate(
 
 
 def test_several_templates_give_the_eos_token_only(edited: Callable[..., Path]) -> None:
-    tokenizer = load_tokenizer(edited())
-    tokenizer.hf.chat_template = {"default": "a", "tool_use": "b"}
+    hf = load_tokenizer(edited()).hf
+    hf.chat_template = {"default": "a", "tool_use": "b"}
+    tokenizer = Tokenizer(hf, "here")
     assert tokenizer.stop_ids == [tokenizer.hf.eos_token_id]
     assert "several chat templates" in tokenizer.warnings[0]
 
@@ -188,6 +223,8 @@ def test_out_of_memory_is_not_the_fault_of_a_row(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full:
+        model = None
+
         def encode_batch_fast(self, *args: Any, **options: Any) -> Any:
             raise RuntimeError("Onig: fail to memory allocation")
 

@@ -179,7 +179,8 @@ def prepare(
 
 def prepare_with_config(config: Config) -> dict[str, Any]:
     config = download_with_config(config)
-    data = open_data(config, _load_tokenizer(config), Console(config.observe.console))
+    console = Console(config.observe.console)
+    data = open_data(config, _load_tokenizer(config, console), console)
     return {
         "fingerprint": data.fingerprint,
         "formats": data.formats,
@@ -208,7 +209,8 @@ def inspect_data(
 
 def inspect_data_with_config(config: Config, rows: int = 5, tokens: int | None = 400) -> dict[str, Any]:
     config = download_with_config(config)
-    console, tokenizer, data = Console(config.observe.console), _load_tokenizer(config), config.data
+    console, data = Console(config.observe.console), config.data
+    tokenizer = _load_tokenizer(config, console)
     names = [data_file(name, Path(data.cache_dir)) for name in data.path or ()]
     caches = [
         tokenize_source(data, source, tokenizer, console, inspect_only=True, max_rows=data.max_samples)
@@ -302,7 +304,7 @@ def evaluate(
     execution = _execution(config, packed=config.data.packing)
     check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, torch_device, MEMORY_HINT)
     check_model_folder(folder, torch_device, torch.float32, execution)
-    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
     path = _data_path(data, config.data.cache_dir, console)
     with translate_out_of_memory("the evaluation", torch_device):
         model = load_model(folder, torch_device, execution=execution)
@@ -448,14 +450,12 @@ def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[M
     execution = _execution(config, packed=False)
     check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, device, MEMORY_HINT)
     check_model_folder(folder, device, torch.float32, execution)
-    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, Console().warn)
     if for_chat:
         _check_chat(folder, config, tokenizer)
     with translate_out_of_memory("the model", device):
         model = load_model(folder, device, execution=execution)
-    # Finding the stop tokens may add a warning.
-    _ = tokenizer.stop_ids
-    for warning in (*model.warnings, *tokenizer.warnings):
+    for warning in model.warnings:
         Console().warn(warning)
     check_vocabulary(model, tokenizer)
     return model, tokenizer
@@ -501,10 +501,10 @@ def _data_path(name: str, cache_dir: str, console: Console) -> str:
     return data_file(name, Path(cache_dir))
 
 
-def _load_tokenizer(config: Config) -> Tokenizer:
+def _load_tokenizer(config: Config, console: Console) -> Tokenizer:
     folder = resolve_model_folder(config.model.path, weights=False) if config.model.path else None
     path = tokenizer_path(config, folder)
-    return load_tokenizer(path, config.data.chat_template, config.model.trust_remote_code)
+    return load_tokenizer(path, config.data.chat_template, config.model.trust_remote_code, console.warn)
 
 
 def _load_and_validate(

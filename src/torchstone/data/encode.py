@@ -7,7 +7,7 @@ and hundreds of megabytes.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -38,6 +38,8 @@ from torchstone.data.word_encoder import WordEncoder, build_word_encoder
 from torchstone.errors import DataError, TorchstoneError, UsageError
 
 MAX_EXAMPLES = 5
+# Spaces, and the characters that tokenizers write for them.
+SPACE = re.compile(r"[\s▁Ġ]")
 # How many texts are tried to find what a tokenizer puts around a text.
 MAX_PROBES = 100
 # Parts of a message that a template may drop, by their keys.
@@ -276,7 +278,7 @@ class Encoder:
         encode = self.tokenizer.encode_batch if self._drops_characters else self.tokenizer.encode_batch_fast
         encoded = encode(remaining, add_special_tokens=False)
         if self._drops_characters:
-            self.counts.lost_characters += sum(map(_count_lost, remaining, encoded))
+            self.counts.lost_characters += sum(map(self._count_lost, remaining, encoded))
         encodings = iter(encoded)
         for row, word_ids in zip(rows, by_word, strict=True):
             ids = next(encodings).ids if word_ids is None else word_ids
@@ -342,7 +344,10 @@ class Encoder:
     def _encode_rendered(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence | BadRow]:
         """A rendered conversation already has its special tokens; a prompt with completion gets the tokenizer's own."""
         texts = [v.prompt + v.completion if isinstance(v, PromptCompletion) else v.text for v in values]
-        for row, value, (id_list, offsets) in zip(rows, values, self._encode_with_offsets(texts), strict=True):
+        for row, value, (id_list, offsets, lost) in zip(rows, values, self._encode_with_offsets(texts), strict=True):
+            if lost:
+                yield row.error(f"{lost} characters have no token, which moves the tokens to learn")
+                continue
             ids = np.array(id_list, dtype=np.int64)
             if isinstance(value, PromptCompletion):
                 start = 0 if value.unmask or self.config.train_on == "all" else len(value.prompt)
@@ -355,16 +360,18 @@ class Encoder:
             else:
                 yield row.error("no token of this row would be trained on")
 
-    def _encode_with_offsets(self, texts: list[str]) -> Iterable[tuple[list[int], np.ndarray]]:
+    def _encode_with_offsets(self, texts: list[str]) -> Iterable[tuple[list[int], np.ndarray, int]]:
+        """The ids and offsets of each text, and the characters without a token: the offsets after them are wrong."""
         by_word = self._encode_by_word(texts)
         remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
         encodings = iter(self.tokenizer.encode_batch(remaining, add_special_tokens=False))
         for text, word_ids in zip(texts, by_word, strict=True):
             if word_ids is not None and self._word_encoder is not None:
-                yield word_ids, self._word_encoder.offsets(text, word_ids)
+                yield word_ids, self._word_encoder.offsets(text, word_ids), 0
             else:
                 encoding = next(encodings)
-                yield encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+                lost = self._count_lost(text, encoding) if self._drops_characters else 0
+                yield encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), lost
 
     def _encode_by_word(self, texts: list[str]) -> list[list[int] | None]:
         return [None] * len(texts) if self._word_encoder is None else self._word_encoder.encode_batch(texts)
@@ -440,12 +447,21 @@ class Encoder:
     @cached_property
     def _drops_characters(self) -> bool:
         """Whether characters without a token vanish. Other tokenizers have an unknown token or all bytes, or fail."""
+        from tokenizers.models import BPE
         from tokenizers.pre_tokenizers import ByteLevel
 
-        model = json.loads(self.config.tokenizer)["model"]
-        if model["type"] != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
+        model = self.tokenizer.model
+        if not isinstance(model, BPE) or model.unk_token or model.byte_fallback:
             return False
-        return not set(ByteLevel.alphabet()) <= model["vocab"].keys()
+        return not set(ByteLevel.alphabet()) <= self.tokenizer.get_vocab(with_added_tokens=False).keys()
+
+    def _count_lost(self, text: str, encoding: Any) -> int:
+        """The characters without a token. Spaces do not count: tokenizers may drop them on purpose, or rename them."""
+        normalizer, model = self.tokenizer.normalizer, self.tokenizer.model
+        expected = text if normalizer is None else normalizer.normalize_str(text)
+        prefix, suffix = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
+        found = "".join(token.removeprefix(prefix).removesuffix(suffix) for token in encoding.tokens)
+        return max(0, len(SPACE.sub("", expected)) - len(SPACE.sub("", found)))
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -484,11 +500,6 @@ def special_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
             if special[start : start + len(plain)] == plain:
                 return special[:start], special[start + len(plain) :]
     raise failure
-
-
-def _count_lost(text: str, encoding: Any) -> int:
-    """The characters without a token. Spaces do not count: tokenizers may drop them on purpose, or rename them."""
-    return max(0, len("".join(text.split())) - sum(len(token.strip(" ▁Ġ")) for token in encoding.tokens))
 
 
 def is_library_error(error: BaseException) -> bool:

@@ -220,8 +220,6 @@ def tokenize_source(
     check_train_on(data.train_on)
     for note in source.notes:
         console.info(note)
-    for warning in tokenizer.warnings:
-        console.warn(warning)
     is_text = source.row_format in TEXT_FORMATS
     is_stream = is_text and data.packing and data.text_packing == "stream"
     on_long_row = ("split" if is_text else "drop") if data.on_long_row == "auto" else data.on_long_row

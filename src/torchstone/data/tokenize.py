@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,6 @@ class Tokenizer:
         # A saved tokenizer may have the truncation and padding of an earlier call.
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
-        # What the loader warns about.
         self.warnings: list[str] = []
         if getattr(hf.backend_tokenizer.model, "dropout", None):
             hf.backend_tokenizer.model.dropout = None
@@ -48,6 +47,7 @@ class Tokenizer:
                 f"{path}: the tokenizer adds the token {outside[0]} to every text, but its vocabulary has {self.size}",
                 "its tokenizer.json is damaged; copy or download it again",
             )
+        self.stop_ids = self._find_stop_ids()
 
     @cached_property
     def size(self) -> int:
@@ -73,8 +73,7 @@ class Tokenizer:
         candidates = [i for i in (self.hf.pad_token_id, self.hf.eos_token_id) if i is not None]
         return candidates[0] if candidates else 0
 
-    @cached_property
-    def stop_ids(self) -> list[int]:
+    def _find_stop_ids(self) -> list[int]:
         """Tokens that end an answer: eos, and the token with which the template ends an assistant turn."""
         ids = set() if self.hf.eos_token_id is None else {self.hf.eos_token_id}
         if self.hf.chat_template:
@@ -182,7 +181,12 @@ class Tokenizer:
             raise UsageError(f"{self.path}: the tokenizer cannot be saved: {error}") from None
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+def load_tokenizer(
+    folder: Path,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    warn: Callable[[str], None] | None = None,
+) -> Tokenizer:
     """Loads the tokenizer of a folder; `chat_template` (a file or a built-in name) replaces its template."""
     from transformers import AutoTokenizer
 
@@ -201,4 +205,8 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_
         raise UsageError(f"{folder}: Transformers cannot read the tokenizer: {message}") from None
     if chat_template is not None:
         hf.chat_template = load_template(chat_template)
-    return Tokenizer(hf, str(folder))
+    tokenizer = Tokenizer(hf, str(folder))
+    if warn is not None:
+        for warning in tokenizer.warnings:
+            warn(warning)
+    return tokenizer

@@ -66,10 +66,11 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     if checkpoint is None and config.model.path:
         model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
     execution = _execution(config, ctx)
-    tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx)
-    heartbeat.report_phase("opening the data")
     # A launcher has prepared the data, which has printed these lines.
-    data = open_data(config, tokenizer, console.log_only() if heartbeat.has_launcher() else console, ctx)
+    data_console = console.log_only() if heartbeat.has_launcher() else console
+    tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
+    heartbeat.report_phase("opening the data")
+    data = open_data(config, tokenizer, data_console, ctx)
     identity = run_identity(config, data)
     state = {} if checkpoint is None else read_state(checkpoint)
     progress = Progress()
@@ -209,6 +210,7 @@ def _check_model(
     device: torch.device,
     execution: ExecutionOptions,
     ctx: ParallelContext,
+    console: Console,
 ) -> Tokenizer:
     """Checks the model before any data is tokenized; returns the tokenizer."""
     dtype = COMPUTE_DTYPE[config.training.precision]
@@ -216,7 +218,7 @@ def _check_model(
         _check_memory(config, stored_parameter_count(model_folder), device, ctx)
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
-    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
     check_template_names(tokenizer)
     if model_folder is None:
         hf_config = _new_hf_config(config, tokenizer)
