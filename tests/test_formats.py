@@ -199,6 +199,13 @@ class TestFormats:
         call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": [1, "y"]}'}}
         cache = build_cache([{"messages": [TURNS[1], call]}], chatml, tmp_path / "old")
         assert marked_text(cache, chatml) == texts[0]
+        (tmp_path / "t.jinja").write_text(
+            "{% for m in messages %}{{ m.content }}{% if m.function_call %}CALL {{ m.function_call.name }}{% endif %}"
+            "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %};{% endfor %}"
+        )
+        both = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        cache = build_cache([{"messages": [TURNS[1], call]}], both, tmp_path / "both")
+        assert marked_text(cache, both) == "Hello.;⟦CALL f;⟧"
         for number, (value, reason) in enumerate([("{x", "is a string that is not JSON"), ("[1]", "not an object")]):
             with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
                 build_cache([row(value)], chatml, tmp_path / f"bad-{number}")

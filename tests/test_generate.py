@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -169,6 +170,20 @@ class TestStreaming:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
         code, _, err = torchstone("generate", folder, "-")
         assert (code, "the input is not UTF-8" in err) == (2, True)
+
+    def test_input_that_is_not_read_is_named(
+        self, torchstone: Command, scripted: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "prompt").write_text("a text")
+        warnings = []
+        for name in (tmp_path / "prompt", "/dev/null"):
+            with open(name, encoding="utf-8") as file:
+                monkeypatch.setattr(sys, "stdin", file)
+                code, _, err = torchstone("generate", scripted("ok", "x"), "--max-tokens", 1)
+                warnings.append((code, "write - as the prompt" in err))
+                # A shell's loop may go on to read it.
+                assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 0
+        assert warnings == [(0, True), (0, False)]
 
     def test_a_prompt_may_begin_with_a_hyphen(self, torchstone: Command, scripted: Callable[..., Path]) -> None:
         folder = scripted("ok", "x")

@@ -69,8 +69,9 @@ class TestFigures:
         report, source = inspect(cache, tokenizer, rows=9)
         lengths = [len(cache.sequence(n).ids) for n in range(2)]
         trained = [cache.sequence(n).loss_tokens for n in range(2)]
-        assert {name: source[name] for name in ("shape", "files", "rows", "sequences", "tokens", "trained_tokens")} == {
-            "shape": "messages", "files": 1, "rows": 5, "sequences": 2, "tokens": sum(lengths),
+        names = ("format", "files", "rows", "sequences", "tokens", "trained_tokens")
+        assert {name: source[name] for name in names} == {
+            "format": "messages", "files": 1, "rows": 5, "sequences": 2, "tokens": sum(lengths),
             "trained_tokens": sum(trained),
         }  # fmt: skip
         assert source["trained_share"] == sum(trained) / sum(lengths)
@@ -96,7 +97,7 @@ class TestFigures:
         _, source = inspect(cache, tokenizer)
         assert source["lengths"] == {
             "min": 2, "mean": sum(lengths) / 8, "median": 15.5, "p90": pytest.approx(95 + 0.3 * 6),
-            "p99": pytest.approx(95 + 0.93 * 6), "max": 101, "holds_all": 128,
+            "p99": pytest.approx(95 + 0.93 * 6), "max": 101, "context_length_needed": 128,
         }  # fmt: skip
         assert [(e["low"], e["high"], e["count"]) for e in source["histogram"]] == [
             (1, 10, 3), (11, 20, 2), (21, 30, 1), (31, 40, 0), (41, 50, 0), (51, 60, 0), (61, 64, 0), (65, 70, 0),

@@ -59,6 +59,7 @@ WRITERS: dict[str, Callable[[Path, list[dict]], object]] = {
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "CHUNK_BYTES", 200)
     monkeypatch.setattr(sources, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(sources, "TABLE_ROWS", 7)
 
 
 class TestFiles:

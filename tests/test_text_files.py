@@ -62,6 +62,7 @@ class TestTables:
     ) -> None:
         monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
         monkeypatch.setattr(sources, "CHUNK_ROWS", 7)
+        monkeypatch.setattr(sources, "TABLE_ROWS", 7)
         path = tmp_path / name
         path.write_bytes(FILES[name]())
         rows = list(read_rows(path))

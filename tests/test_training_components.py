@@ -28,7 +28,6 @@ from torchstone.checkpoint import manifest
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
     find_resume_checkpoint,
-    read_state,
     resolve_model_folder,
     restore_optimizer,
     restore_rng_states,
@@ -553,7 +552,10 @@ class TestCheckpointing:
             (lambda key, tensor: {key: torch.zeros(1) if key.endswith("/step") else tensor}, "is not AdamW's"),
             (lambda key, tensor: {} if key.endswith("/exp_avg_sq") else {key: tensor}, "is not AdamW's"),
             (lambda key, tensor: {key.replace("exp_avg_sq", "square"): tensor}, "is not AdamW's"),
-            (lambda key, tensor: {f"x.{key}": tensor}, "has the optimizer state of no parameter of this model"),
+            (
+                lambda key, tensor: {f"x.{key}": tensor},
+                "has optimizer state, but none for the parameters of this model",
+            ),
             (lambda key, tensor: {key: tensor, key.replace("step", "max_exp_avg_sq"): tensor}, "is not AdamW's"),
         ],
     )
@@ -578,41 +580,7 @@ class TestCheckpointing:
         steps = [state["step"] for state in optimizer.state.values()]
         assert {(step.item(), step.dtype) for step in steps} == {(1.0, torch.float32)}
 
-    @pytest.mark.parametrize(
-        ("changes", "problem"),
-        [
-            *(
-                ({key: value}, f"{key} is ")
-                for key in ("step", "samples", "tokens")
-                for value in ("x", None, -1, 1.5, True)
-            ),
-            ({"samples": 10**30}, "samples is 1000000"),
-            ({"stale_validations": []}, "stale_validations is [], not a whole number of at least 0"),
-            ({"best_step": "y"}, 'best_step is "y", not a whole number or null'),
-            ({"best_loss": "y"}, 'best_loss is "y", not a number or null'),
-            ({"pending_metrics": [1]}, "pending_metrics is [1], not the metrics of a step or null"),
-            ({"pending_metrics": {"samples": 1}}, 'pending_metrics is {"samples": 1}, not'),
-            ({"owed": 5}, "owed is 5, not an object or null"),
-            ({"owed": {"values": "x"}}, 'pending_metrics is "x"'),
-            ({"padding_row": "0"}, 'padding_row is "0", not a whole number or null'),
-            ({"metrics_start": None}, "metrics_start is null"),
-            ({"global_batch_size": "4"}, 'global_batch_size is "4"'),
-            ({"identity": []}, "identity is [], not an object"),
-            ({"formats": 5}, "formats is 5, not a list of strings"),
-            ({"formats": [["text"]]}, 'formats is [["text"]]'),
-            ({"hub": [5]}, "hub is [5]"),
-        ],
-        ids=str,
-    )
-    def test_values_of_state_json_have_their_types(
-        self, checkpoint: Path, changes: dict[str, Any], problem: str
-    ) -> None:
-        path = checkpoint / "state.json"
-        path.write_text(json.dumps(Progress().to_dict() | {"step": 1} | changes))
-        with pytest.raises(CheckpointError, match=re.escape(f"{path}: damaged: {problem}")):
-            read_state(checkpoint)
-
-    @pytest.mark.parametrize("content", ["{}", "[" * 100_000])
+    @pytest.mark.parametrize("content", ["{}", "[" * 100_000, '{"step": "x"}', '{"step": null}'])
     def test_a_state_json_without_a_step_cannot_be_resumed(self, checkpoint: Path, content: str) -> None:
         path = checkpoint / "state.json"
         path.write_text(content)
@@ -621,10 +589,6 @@ class TestCheckpointing:
         manifest.write_json(checkpoint / "manifest.json", listed)
         with pytest.raises(CheckpointError, match="state.json: damaged"):
             find_resume_checkpoint(checkpoint.parent / "new", str(checkpoint), pytest.fail)
-
-    def test_a_padding_token_outside_the_vocabulary_is_refused(self, model: Model) -> None:
-        with pytest.raises(CheckpointError, match="the padding token 448 is not one of the model's 448 embeddings"):
-            model.padding_idx = 448
 
     @pytest.mark.parametrize(
         "states",
@@ -711,17 +675,16 @@ class TestCheckpointing:
         manifest.verify_checkpoint(final)
 
     @pytest.mark.parametrize("lock", [atomic.file_lock, lambda path: atomic.lock_run_folder(path.parent)])
-    @pytest.mark.parametrize("exists", [True, False])
-    def test_a_lock_that_is_a_link_is_refused_and_its_target_stays_as_it_was(
-        self, tmp_path: Path, lock: Callable[[Path], AbstractContextManager[object]], exists: bool
+    def test_a_lock_changes_nothing_in_a_file(
+        self, tmp_path: Path, lock: Callable[[Path], AbstractContextManager[object]]
     ) -> None:
-        if exists:
-            (tmp_path / "victim").write_text("precious")
+        """A folder from elsewhere may have a link to another file in its place."""
+        (tmp_path / "victim").write_text("precious")
         (tmp_path / "run").mkdir()
         (tmp_path / "run/.lock").symlink_to("../victim")
-        with pytest.raises(UsageError, match=r"\.lock is a symbolic link"), lock(tmp_path / "run/.lock"):
-            pass
-        assert [path.read_text() for path in tmp_path.glob("victim")] == ["precious"] * exists
+        with lock(tmp_path / "run/.lock"):
+            assert atomic.is_locked(tmp_path / "victim")
+        assert (tmp_path / "victim").read_text() == "precious"
 
     def test_links_in_the_place_of_folders_are_removed_and_never_followed(self, tmp_path: Path) -> None:
         root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"

@@ -128,9 +128,8 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
             run_folder.warn_about_changes(config, console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
-            reason = f"; {stopped}" if stopped else ""
-            reason = reason or f"; a later end, such as --training.max_steps {2 * step}, continues it"
-            console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}{reason}")
+            reason = stopped or f"to continue it, set a later end: --training.max_steps {2 * step}"
+            console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
             return TrainResult(step, run.checkpoint, None, None, stopped)
         console.open_log()
         if ctx.is_main:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from secrets import token_hex
-from typing import IO, Any
+from typing import Any
 
 from torchstone.errors import UsageError
 
@@ -29,7 +29,7 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def no_follow(path: str, flags: int) -> int:
+def open_without_following(path: str, flags: int) -> int:
     """An `opener` that refuses a symlink: a stranger's folder must not make us write elsewhere."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
@@ -112,7 +112,8 @@ def remove(path: Path, ignore_errors: bool = False) -> None:
 def file_lock(path: Path) -> Iterator[None]:
     """Waits for an exclusive lock. The kernel releases it when the process ends, however it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _open_lock(path) as lock:
+    # "a" changes nothing in a file that exists.
+    with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -125,7 +126,7 @@ def lock_run_folder(folder: Path) -> Iterator[int]:
     """
     check_utf8(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _open_lock(folder / ".lock") as lock:
+    with (folder / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -139,13 +140,6 @@ def check_utf8(folder: Path) -> None:
         str(folder).encode()
     except UnicodeEncodeError:
         raise UsageError(f"the name of the folder {str(folder)!r} is not UTF-8", "choose another folder") from None
-
-
-def _open_lock(path: Path) -> IO[bytes]:
-    """Opens or creates a lock without changing it. A folder from elsewhere must not name a file outside of it."""
-    if path.is_symlink():
-        raise UsageError(f"{path} is a symbolic link, not a lock file", "remove it")
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
 
 
 def is_locked(path: Path) -> bool:

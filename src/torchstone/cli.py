@@ -7,12 +7,14 @@ because their names and types are in the schema.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
 import re
 import sys
 import tempfile
+import termios
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -283,7 +285,7 @@ class Commands:
         if processes is not None:
             api.check_parallel_dims(resolved, processes)
         if pin is not None:
-            _check_no_input(pin, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
+            _check_not_an_input(pin, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
             resolved = api.download_with_config(resolved, weights=True)
             write_text(pin, json.dumps(to_dict(resolved), indent=2) + "\n")
         _print_result(api.prepare_with_config(resolved), as_json)
@@ -314,7 +316,7 @@ class Commands:
         from torchstone.data.inspect import html_page, print_report
 
         if html is not None:
-            _check_no_input(html, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
+            _check_not_an_input(html, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
         report = api.inspect_data_with_config(resolved, rows, tokens)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
@@ -585,6 +587,8 @@ class Commands:
             raise UsageError(f"unknown option {prompt}", "if it is the prompt, write - and pass it on stdin")
         if prompt == "-":
             prompt = _read_input(sys.stdin.read).removesuffix("\n")
+        elif prompt is None and _has_input():
+            heartbeat.print_line("stdin is not read; to continue its text, write - as the prompt")
         from torchstone import api
 
         settings = {"system.device": device, "model.trust_remote_code": trust_remote_code} | dict(self.config_flags)
@@ -646,7 +650,7 @@ class Commands:
             _write_text(text)
             return
         file = output or Path(default_name)
-        _check_no_input(file, job.config)
+        _check_not_an_input(file, job.config)
         write_text(file, text)
         heartbeat.print_line(f"wrote {file}")
         if submit is not None:
@@ -669,7 +673,7 @@ def _convert_strictly(type_: Any, tokens: Sequence[Any]) -> Any:
     return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
-def _check_no_input(target: Path, *inputs: str | Path | None) -> None:
+def _check_not_an_input(target: Path, *inputs: str | Path | None) -> None:
     """Raises if a file to write is one that the command reads."""
     for name in inputs:
         if name is not None and target.exists() and Path(name).exists() and target.samefile(name):
@@ -694,6 +698,16 @@ def _end_text(result: GeneratedText, max_tokens: int) -> None:
         heartbeat.print_line(f"[stopped at --max-tokens {max_tokens}]")
     elif result.ended_by == "context":
         heartbeat.print_line("[stopped: the context of the model is full]")
+
+
+def _has_input() -> bool:
+    """Whether stdin is a pipe or a file with something to read now. Nothing is read."""
+    try:
+        size = fcntl.ioctl(sys.stdin, termios.FIONREAD, bytes(4))
+    except (AttributeError, OSError, TypeError, ValueError):
+        # Closed, replaced, or of a kind that cannot tell.
+        return False
+    return not is_terminal(sys.stdin) and int.from_bytes(size, sys.byteorder) > 0
 
 
 def _read_input(read: Callable[[], str]) -> str:

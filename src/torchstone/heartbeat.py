@@ -105,7 +105,7 @@ def attach() -> None:
     threading.Thread(target=_beat, args=(_state.file,), daemon=True, name="heartbeat").start()
 
 
-def int_variable(name: str, default: int) -> int:
+def read_int_variable(name: str, default: int) -> int:
     """An environment variable of torchrun, SLURM or our launcher."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():

@@ -50,7 +50,6 @@ def export_model(
     execution = ExecutionOptions(trust_remote_code=trust_remote_code)
     target_dtype, dtype_reason = resolve_dtype(folder, dtype)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    check_template_names(tokenizer)
     is_native = fallback_reason(folder, execution) is None
     with new_folder(target) as work:
         if is_native:
@@ -73,14 +72,6 @@ def export_model(
         "verified": verify,
         "max_logit_difference": difference,
     }
-
-
-def check_template_names(tokenizer: Tokenizer) -> None:
-    """Raises if a tokenizer of several chat templates could not be saved: each template becomes a file of its name."""
-    templates = tokenizer.hf.chat_template
-    for name in map(str, templates if isinstance(templates, dict) else ()):
-        if "/" in name or not name.isprintable() or len(name.encode()) > 200:
-            raise UsageError(f"{tokenizer.path}: the chat template {name!r:.100} has a name that cannot be a file's")
 
 
 def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> None:

@@ -255,7 +255,7 @@ def explain_name(name: str, value: Any = None, given: Collection[str] = ()) -> s
     section, _, leaf = name.rpartition(".")
     is_off = str(value).lower() in OFF_WORDS
     names = (leaf, leaf.partition("_")[0], "" if section in SECTION_HELP else section)
-    explanation = next((EXPLANATIONS[name] for name in names if name in EXPLANATIONS), None)
+    explanation = next((EXPLANATIONS[known] for known in names if known in EXPLANATIONS), None)
     if explanation is not None:
         return f"leave it out: {explanation}" if is_off else explanation
     key, _, values = (_key_with_leaf(leaf) or OTHER_NAMES.get(leaf, "")).partition(" ")
@@ -466,14 +466,14 @@ def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
     value = [value] if isinstance(value, os.PathLike) else value
     if is_text:
         text = "" if value.lower() in NULL_WORDS else value.strip()
-        # Only a pair is no part of the values, and (new) may be a folder.
-        if text[:1] + text[1:][-1:] in (("[]",) if is_path else ("[]", "()")):
+        # Brackets around the whole list are not part of it. A path may be called (new).
+        if len(text) > 1 and text[0] + text[-1] in (("[]",) if is_path else ("[]", "()")):
             text = text[1:-1].strip()
         value = [part.strip() for part in text.split(",")] if text else []
     if not isinstance(value, list | tuple):
         raise UsageError(f"{key} must be a list, not {value!r}", "write it as 0.9,0.95 or [0.9, 0.95]")
     if (is_path and not value) or ((is_path or is_text) and "" in value):
-        raise UsageError(f"{key} has an empty part", EMPTY_HINT)
+        raise UsageError(f"{key} {'has an empty part' if any(value) else 'is empty'}", EMPTY_HINT)
     if types_[-1] is Ellipsis:
         types_ = (types_[0],) * len(value)
     if len(types_) != len(value):
@@ -491,7 +491,7 @@ def _convert_plain(value: Any, type_: type, key: str) -> Any:
         with suppress(UnicodeEncodeError):
             if b"\0" not in os.fsencode(value):
                 return os.fspath(value)
-        raise UsageError(f"{key} {ascii(str(value))[:60]} has a character that no file name can have")
+        raise UsageError(f"{key} {ascii(str(value))[:60]} has a NUL or a lone surrogate")
     if type_ is bool:
         if isinstance(value, bool):
             return value

@@ -45,10 +45,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FamilyName = Literal[
     "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text", "phi3", "gpt2"
 ]
-# Every integer is below 2^63. What is multiplied with others (sizes, batches, tokens, epochs) has a lower limit.
+# Every integer is below 2^63. Values that are multiplied (sizes, batches, tokens, epochs) have a smaller maximum.
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
-Depth = Annotated[int, Range(1, 10_000)]
+Depth = Annotated[int, Range(1, 2048)]
 Size = Annotated[int, Range(1, 1e8)]
 TokenCount = Annotated[int, Range(1, 1e16)]
 PositiveFloat = Annotated[float, Range(0, exclude_min=True)]

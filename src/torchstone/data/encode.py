@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -297,6 +297,10 @@ class Encoder:
         value = read_prompt(row) if row_format == "prompt" else read_conversation(row, row_format)
         if isinstance(value, PromptCompletion):
             return value
+        if "tool_calls" in self.template.source:
+            # A template that knows both names would write a call twice.
+            messages = [{k: v for k, v in m.items() if k != "function_call"} for m in value.messages]
+            value = replace(value, messages=messages)
         try:
             rendered = self._render(row, value)
             check_encodable(row, rendered.text)
@@ -476,10 +480,10 @@ class Encoder:
     def _special_affixes(self) -> tuple[list[int], list[int]]:
         from tokenizers import Tokenizer
 
-        return special_affixes(Tokenizer.from_str(self.config.tokenizer))
+        return find_special_affixes(Tokenizer.from_str(self.config.tokenizer))
 
 
-def special_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
+def find_special_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special tokens that a tokenizer (of the package tokenizers) itself puts before and after a text."""
 
     def texts() -> Iterator[str]:

@@ -346,13 +346,13 @@ def _parse_json(row: Row, name: str, text: str) -> Any:
         raise row.error(f"{name} is a string that is not JSON: {error}") from None
 
 
-def with_argument_texts(value: Any) -> Any:
+def restore_argument_texts(value: Any) -> Any:
     """Messages with the JSON text of arguments, where they were parsed from one."""
     if isinstance(value, Arguments):
         return value.text
     if isinstance(value, dict):
-        return {key: with_argument_texts(inner) for key, inner in value.items()}
-    return [with_argument_texts(inner) for inner in value] if isinstance(value, list) else value
+        return {key: restore_argument_texts(inner) for key, inner in value.items()}
+    return [restore_argument_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_tools(row: Row) -> list[Any] | None:

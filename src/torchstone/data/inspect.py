@@ -64,7 +64,7 @@ def inspect_sources(
 def print_report(report: dict[str, Any], write: Callable[[str], Any], use_color: bool) -> None:
     """Text to train on is green and bold, or between ⟦ and ⟧ without colors."""
     for source in report["sources"]:
-        write(f"{escape(source['name'])}: {source['shape']}, {_plural(source['files'], 'file')}\n\n")
+        write(f"{escape(source['name'])}: {source['format']}, {_plural(source['files'], 'file')}\n\n")
         for number, example in enumerate(source["examples"], start=1):
             counts = f"{_plural(example['tokens'], 'token')}, {example['trained']:,} trained"
             write(f"example {number}, {escape(example['origin'])}: {counts}\n")
@@ -107,7 +107,7 @@ def _source_report(
     lengths: np.ndarray = np.sort(cache.row_lengths).astype(np.int64)
     return {
         "name": cache.source.name,
-        "shape": cache.row_format,
+        "format": cache.row_format,
         "files": len(cache.source.files),
         **_figures(cache.counts),
         "refused": f"none of its {cache.counts.rows:,} rows has a loss token"
@@ -135,7 +135,7 @@ def _length_statistics(lengths: np.ndarray) -> dict[str, float]:
     median, p90, p99 = (float(value) for value in np.quantile(lengths, [0.5, 0.9, 0.99]))
     low, high = int(lengths.min()), int(lengths.max())
     statistics = {"min": low, "mean": float(lengths.mean()), "median": median, "p90": p90, "p99": p99, "max": high}
-    return statistics | {"holds_all": _power_of_two(lengths)}
+    return statistics | {"context_length_needed": _power_of_two(lengths)}
 
 
 def _histogram(lengths: np.ndarray, context_length: int) -> list[dict[str, int]]:
@@ -403,10 +403,9 @@ def _describe_lengths(lengths: dict[str, float]) -> str:
 
 
 def _describe_longest(lengths: dict[str, float], context_length: int) -> str:
-    now = "which is set" if lengths["holds_all"] == context_length else f"now {context_length:,}"
-    return (
-        f"the longest row has {lengths['max']:,} tokens: data.context_length {lengths['holds_all']:,} ({now}) holds all"
-    )
+    needed = lengths["context_length_needed"]
+    now = "which is set" if needed == context_length else f"now {context_length:,}"
+    return f"the longest row has {lengths['max']:,} tokens: data.context_length {needed:,} ({now}) holds all"
 
 
 def _bars(histogram: list[dict[str, int]], context_length: int) -> list[str]:
@@ -489,7 +488,7 @@ def _html_source(source: dict[str, Any], context_length: int) -> str:
     losses = _context_length_rows(source["context_lengths"], context_length)
     return (
         f"<h2>{_html_escape(source['name'])}</h2>\n"
-        f"<p>{_html_escape(source['shape'])}, {_plural(source['files'], 'file')}</p>\n"
+        f"<p>{_html_escape(source['format'])}, {_plural(source['files'], 'file')}</p>\n"
         f"{_html_table(_count_table(source))}{lengths}{_html_bars(source['histogram'], context_length)}"
         f"{_html_table([CONTEXT_LENGTH_TITLES, *losses]) if losses else ''}{refused}"
         f"{_html_reasons('Dropped', source['dropped'])}{_html_reasons('Kept', source['notes'])}"

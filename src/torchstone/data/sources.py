@@ -36,6 +36,8 @@ CHUNK_BYTES = 1 << 21
 # A longer line is a bad row. It is not held in memory: a small compressed file can have a line of gigabytes.
 MAX_LINE_BYTES = 1 << 28
 CHUNK_ROWS = 1000
+# Tables are read few rows at a time: a long value that occurs in every row may take a few bytes on disk.
+TABLE_ROWS = 64
 DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, OSError)
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 COMPRESSIONS = (".gz", ".zst")
@@ -314,14 +316,14 @@ def _files_in(folder: Path, cache_dir: Path | None, notes: list[str]) -> list[Pa
             notes.append(f"{folder}: left out {parent}, which is {kind}")
             subfolders.clear()
             continue
-        for path in (parent / each for each in files):
+        for path in (parent / entry for entry in files):
             is_hidden, is_data = path.name.startswith("."), file_type(path) in ALL_TYPES
             if is_data and not is_hidden and not path.exists():
                 raise UsageError(f"{path} is a broken link", "restore what it points to, or remove it")
             (found if is_data and not is_hidden and path.is_file() else left_out).append(path)
         # A link to a folder is not followed: it may lead back here.
-        left_out += [p for p in (parent / each for each in subfolders) if p.name.startswith(".") or p.is_symlink()]
-        subfolders[:] = [each for each in subfolders if not each.startswith(".")]
+        left_out += [p for p in (parent / entry for entry in subfolders) if p.name.startswith(".") or p.is_symlink()]
+        subfolders[:] = [entry for entry in subfolders if not entry.startswith(".")]
     if left_out:
         notes.append(
             f"{folder}: left out {len(left_out)} hidden entries, links to folders and files of other types, such as "
@@ -625,7 +627,7 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
     while groups and (end := first + file.metadata.row_group(groups[0]).num_rows) <= start.offset:
         groups, first = groups[1:], end
     # If it has no known columns, the error message still shows the names.
-    read_group = partial(file.iter_batches, _batch_rows(), columns=_columns_to_read(names, columns) or None)
+    read_group = partial(file.iter_batches, TABLE_ROWS, columns=_columns_to_read(names, columns) or None)
     tables = (pa.Table.from_batches([batch]) for group in groups for batch in read_group(row_groups=[group]))
     row = first
     try:
@@ -634,11 +636,6 @@ def _parquet_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str])
             yield chunk
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: damaged after row {row}: {_one_line(error)}") from None
-
-
-def _batch_rows() -> int:
-    """Tables are read few rows at a time: a long value that occurs in every row may take a few bytes on disk."""
-    return min(64, CHUNK_ROWS)
 
 
 def _arrow_chunks(path: Path, start: ReadPosition, tables: Iterable[Any], row: int, total: int) -> Iterator[Chunk]:
@@ -710,7 +707,7 @@ def _datasets_chunks(path: Path, start: ReadPosition, columns: Mapping[str, str]
         # The library raises all kinds of errors for damaged files.
         raise DataError(f"{path}: not a readable datasets folder: {_one_line(error)}") from None
     check_columns(columns, table.column_names, f"{path}: ")
-    parts = (table[first : first + _batch_rows()] for first in range(start.offset, len(table), _batch_rows()))
+    parts = (table[first : first + TABLE_ROWS] for first in range(start.offset, len(table), TABLE_ROWS))
     yield from _arrow_chunks(path, start, parts, start.offset, len(table))
 
 

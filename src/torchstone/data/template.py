@@ -22,7 +22,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchstone.data.formats import Message, with_argument_texts
+from torchstone.data.formats import Message, restore_argument_texts
 from torchstone.data.render_limits import RenderLimits
 from torchstone.errors import DataError, UsageError
 
@@ -151,7 +151,7 @@ class ChatTemplate:
         try:
             return self._render_once(messages, tools, add_generation_prompt)
         except DataError:
-            with_texts = with_argument_texts(list(messages))
+            with_texts = restore_argument_texts(list(messages))
             if with_texts == messages:
                 raise
             return self._render_once(with_texts, tools, add_generation_prompt)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchstone.atomic import translate_os_errors
-from torchstone.data.encode import EncodingConfig, is_library_error, special_affixes
+from torchstone.data.encode import EncodingConfig, find_special_affixes, is_library_error
 from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat
 from torchstone.data.sources import NO_COLUMNS
 from torchstone.data.template import ChatTemplate, load_template
@@ -93,7 +93,7 @@ class Tokenizer:
     @cached_property
     def _affixes(self) -> tuple[list[int], list[int]]:
         with self._translate_errors():
-            return special_affixes(self.hf.backend_tokenizer)
+            return find_special_affixes(self.hf.backend_tokenizer)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -159,7 +159,7 @@ class Supervisor:
         code, error = self._exit_code(rank), self._error(rank)
         if code == EXIT_SAVED:
             return LaunchResult(EXIT_SAVED, self._step(rank), error)
-        if self._is_second_interrupt() and not self._failed_before_signal:
+        if self._was_interrupted_twice() and not self._failed_before_signal:
             return LaunchResult(EXIT_INTERRUPTED, self._step(rank), "interrupted")
         if rank in self._killed_ranks:
             return self._failure(EXIT_LOST, rank, "did not end in time and was killed")
@@ -248,10 +248,10 @@ class Supervisor:
 
     def _can_save(self) -> bool:
         """Whether workers get time to save: none has failed, a step has begun, and Ctrl-C was not pressed twice."""
-        is_wanted = not self.signals or (self._has_trained() and not self._is_second_interrupt())
+        is_wanted = not self.signals or (self._has_trained() and not self._was_interrupted_twice())
         return is_wanted and not self._is_broken()
 
-    def _is_second_interrupt(self) -> bool:
+    def _was_interrupted_twice(self) -> bool:
         return signal.SIGINT in self.signals[1:]
 
     def _is_broken(self) -> bool:

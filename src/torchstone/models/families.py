@@ -79,8 +79,8 @@ class Family:
 def check_sizes(value: Any, key: str = "") -> None:
     """Raises ValueError if a size anywhere in a config.json is absurd."""
     if isinstance(value, dict | list):
-        for name, each in value.items() if isinstance(value, dict) else ((key, each) for each in value):
-            check_sizes(each, name)
+        for name, item in value.items() if isinstance(value, dict) else ((key, item) for item in value):
+            check_sizes(item, name)
     is_count = COUNT_KEY.fullmatch(key) is not None
     limit = MAX_COUNT if is_count else MAX_SIZE
     # Other keys, such as the number of training tokens, build nothing.

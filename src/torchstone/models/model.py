@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchstone.errors import CheckpointError
 from torchstone.models.decoder import Decoder, DecoderConfig
 from torchstone.models.execution import (
     ExecutionOptions,
@@ -167,10 +166,6 @@ class Model(ABC):
     def _set_special_id(self, key: str, value: int) -> None:
         self.hf_config[key] = value
 
-    def _check_token(self, idx: int | None) -> None:
-        if idx is not None and not 0 <= idx < self.vocab_size:
-            raise CheckpointError(f"the padding token {idx} is not one of the model's {self.vocab_size} embeddings")
-
 
 @dataclass
 class NativeModel(Model):
@@ -207,7 +202,6 @@ class NativeModel(Model):
 
     @padding_idx.setter
     def padding_idx(self, idx: int | None) -> None:
-        self._check_token(idx)
         for part in self.model_parts:
             part.config = replace(part.config, padding_idx=idx)
             if part.has_embedding:
@@ -268,7 +262,6 @@ class FallbackModel(Model):
 
     @padding_idx.setter
     def padding_idx(self, idx: int | None) -> None:
-        self._check_token(idx)
         self.module.hf.get_input_embeddings().padding_idx = idx
 
     @property

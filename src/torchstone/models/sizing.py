@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,19 +17,15 @@ import torch
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder, DecoderConfig
-from torchstone.models.families import FAMILIES, MAX_COUNT, new_hf_config
+from torchstone.models.families import FAMILIES, new_hf_config
 
 # Families without RoPE, or with two RoPEs.
 WITHOUT_ROPE_THETA = ("gpt2", "gemma3_text")
-# Errors list the numbers of heads up to this one.
-MAX_LISTED = 4096
 
 
 def build_sized_hf_config(model: ModelConfig, vocab_size: int, context_length: int) -> dict[str, Any]:
     """The config.json of the new model that `model` describes."""
     assert model.depth is not None
-    if model.depth > MAX_COUNT:
-        raise UsageError(f"model.depth {model.depth} is more than {MAX_COUNT}", "use fewer layers")
     width = model.width or 64 * model.depth
     heads = model.heads or max(1, width // (64 if width <= 1024 else 128))
     kv_heads = model.kv_heads or heads
@@ -76,7 +73,7 @@ def parameter_count(config: DecoderConfig) -> int:
 
 def _check_heads(model: ModelConfig, width: int, heads: int, kv_heads: int) -> None:
     if width % heads or (width // heads) % 2:
-        divisors = (h for h in range(1, min(width // 2, MAX_LISTED) + 1) if width % h == 0 and width // h % 2 == 0)
+        divisors = (h for h in range(1, width // 2 + 1) if width % h == 0 and width // h % 2 == 0)
         raise UsageError(
             f"model.width {width} does not split into {heads} heads of an even head_dim",
             f"use --model.heads {_first(divisors)}",
@@ -84,12 +81,12 @@ def _check_heads(model: ModelConfig, width: int, heads: int, kv_heads: int) -> N
     if heads % kv_heads:
         raise UsageError(
             f"model.kv_heads {kv_heads} does not divide model.heads {heads}",
-            f"use --model.kv_heads {_first(k for k in range(1, min(heads, MAX_LISTED) + 1) if heads % k == 0)}",
+            f"use --model.kv_heads {_first(k for k in range(1, heads + 1) if heads % k == 0)}",
         )
     if kv_heads != heads and "kv_heads" not in FAMILIES[model.family].size_keys:
         raise UsageError(f"family {model.family} has no grouped key/value heads", "leave out model.kv_heads")
 
 
 def _first(values: Iterable[int]) -> str:
-    numbers = list(values)
+    numbers = list(islice(values, 13))
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from torchstone.atomic import free_path, fsync, no_follow, write_text
+from torchstone.atomic import free_path, fsync, open_without_following, write_text
 
 
 class MetricsFile:
@@ -42,7 +42,7 @@ class MetricsFile:
             self.removed_lines = len(lines) - kept.count("\n")
         found = {step for step in steps if first_step <= step <= last_step}
         self.missing_steps = max(0, last_step - first_step + 1) - len(found)
-        self._file = FileIO(path, "a", opener=no_follow)
+        self._file = FileIO(path, "a", opener=open_without_following)
         fsync(path.parent)
 
     def write(self, metrics: dict[str, Any]) -> None:

@@ -9,6 +9,9 @@ from torch import nn
 
 from torchstone.config.schema import OptimConfig
 
+# The state of AdamW: a scalar, and tensors that are shaped like the parameter.
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+
 
 def parameter_kind(name: str, parameter: nn.Parameter, kinds: Mapping[str, str]) -> str:
     """One of the kinds of `optim.no_decay`. `kinds` has the embeddings and the head, by parameter name."""

@@ -174,7 +174,7 @@ def init_distributed(
 
     A collective may take `timeout`; all ranks must join within `join_timeout`.
     """
-    world_size = heartbeat.int_variable("WORLD_SIZE", 1)
+    world_size = heartbeat.read_int_variable("WORLD_SIZE", 1)
     dims = resolve_dims(parallel, world_size)
     if world_size == 1 and not mixed_precision:
         yield SINGLE_PROCESS
@@ -183,15 +183,15 @@ def init_distributed(
     # A group of one talks to nobody, but gloo opens a port at the address of the machine's name.
     loopback = interface_variables(LOOPBACK, "GLOO_SOCKET_IFNAME") if world_size == 1 else {}
     os.environ |= loopback
-    if is_new_group:
-        _init_process_group(world_size, device, timeout, join_timeout)
-    sizes = tuple(getattr(dims, dim) for dim in MESH_DIMS)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_DIMS)
     try:
+        if is_new_group:
+            _init_process_group(world_size, device, timeout, join_timeout)
+        sizes = tuple(getattr(dims, dim) for dim in MESH_DIMS)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_DIMS)
         yield ParallelContext(dims, dist.get_rank(), mesh)
     finally:
         # A group of several ranks stays open for the next run in these processes: a new group would need a new port.
-        if is_new_group and world_size == 1:
+        if is_new_group and world_size == 1 and dist.is_initialized():
             dist.destroy_process_group()
         for name in loopback:
             del os.environ[name]
@@ -217,11 +217,11 @@ def translate_comm_errors() -> Iterator[None]:
 
 def is_distributed() -> bool:
     """Whether this process was started as one of several ranks."""
-    return heartbeat.int_variable("WORLD_SIZE", 1) > 1
+    return heartbeat.read_int_variable("WORLD_SIZE", 1) > 1
 
 
 def local_rank() -> int:
-    return heartbeat.int_variable("LOCAL_RANK", 0)
+    return heartbeat.read_int_variable("LOCAL_RANK", 0)
 
 
 def _init_process_group(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:

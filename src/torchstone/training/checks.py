@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchstone.checkpoint.save import hf_name
 from torchstone.errors import NumericalError, OutOfMemoryError, is_out_of_memory
-from torchstone.heartbeat import int_variable
+from torchstone.heartbeat import read_int_variable
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
@@ -56,8 +56,8 @@ def check_saved_state(step: int, runner: Runner, optimizer: torch.optim.Optimize
 def _non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]) -> list[str]:
     """The Hugging Face names of tensors that are not finite on some rank. All ranks must call it.
 
-    `tensors` are this rank's: the name of the parameter that a tensor is shaped and sharded like, the tensor, and what
-    as a suffix of its name.
+    `tensors` are this rank's: the name of the parameter that a tensor is shaped and sharded like, the tensor, and a
+    suffix for its name.
     """
     model, flags, names = runner.model, list[Tensor](), list[str]()
     for name, tensor, label in tensors:
@@ -78,7 +78,7 @@ def check_memory(needed: int, parameters: int, device: torch.device, hint: str) 
         memory = torch.cuda.mem_get_info(device)[1]
     else:
         # The ranks of a machine share its memory.
-        memory = _host_memory() // max(1, int_variable("LOCAL_WORLD_SIZE", 1))
+        memory = _host_memory() // max(1, read_int_variable("LOCAL_WORLD_SIZE", 1))
     if needed > memory:
         raise OutOfMemoryError(
             f"{parameters / 1e9:.2f}B parameters need at least {needed / 1e9:,.1f} GB per process, without "

@@ -230,5 +230,5 @@ def _extract(text: str, pattern: re.Pattern[str] | None) -> str | None:
         return text.strip()
     match = pattern.search(text)
     found = "" if match is None else match[1 if pattern.groups else 0] or ""
-    # Nothing is no answer: a pattern that may match nothing would make all answers right.
+    # An empty match does not count: a pattern that can match nothing would make every answer right.
     return found.strip() or None

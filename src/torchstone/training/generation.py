@@ -40,7 +40,7 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # Below, the logits would overflow.
+        # A smaller temperature overflows the logits.
         if self.temperature and not 1e-4 <= self.temperature < math.inf:
             raise UsageError(f"--temperature {self.temperature}: must be 0, or at least 0.0001")
         if not 0 < self.top_p <= 1:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from torchstone import heartbeat
-from torchstone.atomic import lock_run_folder, no_follow, read_json_or_empty
+from torchstone.atomic import lock_run_folder, open_without_following, read_json_or_empty
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import list_checkpoints, read_json, write_json
 from torchstone.checkpoint.save import STATE_FILE
@@ -68,7 +68,7 @@ def open_console(
                 return sys.stderr
             path = heartbeat.log_file(Path(config.output_dir) / LOGS, ctx.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
-            return stack.enter_context(open(path, "a", buffering=1, encoding="utf-8", opener=no_follow))
+            return stack.enter_context(open(path, "a", buffering=1, encoding="utf-8", opener=open_without_following))
 
         # The GPU number from the launcher or the user, otherwise the rank.
         number = os.environ.get("GPU_RANK", "")

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 
 from torchstone import __version__, heartbeat, hub
-from torchstone.checkpoint.export import check_template_names, source_dtype
+from torchstone.checkpoint.export import source_dtype
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
@@ -197,7 +197,7 @@ def check_vocabulary(model: Model, tokenizer: Tokenizer) -> None:
 
 def _resume_setting(config: Config, ctx: ParallelContext) -> str:
     """Returns checkpoint.resume; for restarted workers that saved something, auto, so that they resume it."""
-    is_restarted = ctx.all_reduce_max(heartbeat.int_variable("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    is_restarted = ctx.all_reduce_max(heartbeat.read_int_variable("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     has_saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
     setting = config.checkpoint.resume
     return "auto" if is_restarted and (has_saved or setting == "never") else setting
@@ -219,7 +219,6 @@ def _check_model(
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
-    check_template_names(tokenizer)
     if model_folder is None:
         hf_config = _new_hf_config(config, tokenizer)
         check_new_model(hf_config, device, dtype, execution)

@@ -102,7 +102,7 @@ def handle_stop_signals(
     try:
         yield raise_if_stopped
     except Exception:
-        # What a library made of our exception.
+        # A library may have wrapped StoppedBySignal in an exception of its own.
         raise_if_stopped()
         raise
     finally:
