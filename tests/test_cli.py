@@ -350,6 +350,9 @@ def test_a_tilde_is_the_home_folder_in_a_path(
     (tmp_path / "run.yaml").write_text("data: {path: rows.jsonl}\nmodel: {depth: 2, tokenizer: 'demo:tokenizer'}\n")
     code, _, err = torchstone("launch", "slurm", "~/run.yaml", "--output=~/job.sbatch")
     assert (code, (tmp_path / "job.sbatch").is_file()) == (0, True), err
+    for command in (("evaluate", "~/m", "--data", "d"), ("export", "~/m", "out"), ("chat", "~/m"), ("generate", "~/m")):
+        _, _, err = torchstone(*command)
+        assert f"model folder {tmp_path}/m does not exist" in err
 
 
 def test_spaces_after_commas_are_no_part_of_names(torchstone: Command, tmp_path: Path) -> None:

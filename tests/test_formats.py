@@ -267,6 +267,7 @@ class TestFormats:
             ({"messages": TURNS, "tools": 3}, "tools is not a list"),
             ({"messages": TURNS, "tools": {}}, "tools is not a list"),
             ({"messages": TURNS, "images": ["a.png"]}, "this row has images, which are not read"),
+            ({"prompt": "a", "completion": "b", "images": ["a.png"]}, "this row has images"),
             ({"messages": [TURNS[1] | {"images": ["a.png"]}, TURNS[2]]}, "this row has images"),
             ({"messages": TURNS, "unmask": "yes"}, "unmask must be true or false"),
             ({"messages": TURNS, "tools": [3]}, "tools is not a list of objects"),

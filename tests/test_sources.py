@@ -152,6 +152,13 @@ class TestFiles:
         pq.write_table(pa.table({"when": times, "who": ["a"]}), tmp_path / "b.parquet")
         assert [list(row.value) for row in read_rows(tmp_path / "b.parquet")] == [["when", "who"]]
 
+    def test_images_of_a_table_are_not_overlooked(self, tmp_path: Path) -> None:
+        """A conversation with images is a bad row; a text may have a list of links."""
+        for name, has_images in (("prompt", True), ("text", False)):
+            pq.write_table(pa.table({name: ["a"], "images": [["a.png"]]}), tmp_path / "a.parquet")
+            (row,) = read_rows(tmp_path / "a.parquet")
+            assert ("images" in row.value) == has_images
+
     def test_an_unreadable_value_is_the_fault_of_its_row(self, tmp_path: Path) -> None:
         times = pa.array([0, 2**62, None], type=pa.timestamp("us"))
         pq.write_table(pa.table({"text": ["a", "b", "c"], "system": times}), tmp_path / "a.parquet")

@@ -311,6 +311,9 @@ class TestCommands:
         }  # fmt: skip
         with pytest.raises(DataError, match=r"0.3 of 1 rows leaves none for training\n.*--data.format lines"):
             api.prepare(overrides=settings)
+        one_row = {"data.path": str(write_rows(tmp_path / "a.jsonl", [{"text": "One line."}]))}
+        with pytest.raises(DataError, match=r"leaves none for training\n  use --data.validation_path$"):
+            api.prepare(overrides=settings | one_row)
         lines = {"data.format": "lines", "data.packing": False}
         result = api.prepare(overrides=settings | lines)
         assert (result["samples"], result["validation_samples"]) == (2, 1)

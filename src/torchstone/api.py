@@ -494,6 +494,7 @@ def _generator(model: Model, seed: int) -> torch.Generator:
 
 def _data_path(name: str, cache_dir: str, console: Console) -> str:
     """The file of a `demo:` name, the pinned name of a dataset on the hub; any other path is returned as it is."""
+    name = os.path.expanduser(name)
     on_hub = hub.parse_data(name)
     if on_hub is not None:
         return str(hub.download_data(on_hub, SUFFIXES, console).name)

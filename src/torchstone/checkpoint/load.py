@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def resolve_model_folder(
 
     A model on the hub is downloaded, unless it is in the cache; without `weights`, only its config and tokenizer.
     """
+    path = os.path.expanduser(path)
     name = hub.parse_model(path)
     folder = Path(path) if name is None else hub.download_model(name, None, weights, trust_remote_code).folder
     root = folder / CHECKPOINTS

@@ -259,7 +259,7 @@ class OptimConfig:
     """Linear warm-up as a share of the run, instead of warmup_steps; by default 0.03 with model.path."""
 
     min_lr_ratio: Fraction = 0.0
-    """Final learning rate as a share of the peak."""
+    """Learning rate after the last step, as a share of the peak."""
 
     decay_steps: PositiveInt | None = None
     """Steps of the final decay of wsd; by default a fifth of the run."""

@@ -142,6 +142,7 @@ def read_prompt(row: Row) -> PromptCompletion | Conversation:
         conversation = _read_messages(row, [*prompt, *completion])
         train_from = len(conversation.messages) - len(completion)
         return Conversation(conversation.messages, conversation.tools, conversation.unmask, train_from)
+    _check_no_images(row, row.value)
     for key, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str):
             raise row.error(f"{key} is not a string; both prompt and completion are strings, or lists of messages")
@@ -257,8 +258,7 @@ def _similar(name: str, known: tuple[str, ...]) -> list[str]:
 def _read_messages(row: Row, values: Any) -> Conversation:
     if not isinstance(values, list) or not values:
         raise row.error("messages is empty or not a list")
-    if any(isinstance(part, dict) and part.get("images") for part in (row.value, *values)):
-        raise row.error("this row has images, which are not read")
+    _check_no_images(row, row.value, *values)
     messages = [_read_message(row, index, message) for index, message in enumerate(values)]
     system = row.value.get("system")
     if system is not None and not isinstance(system, str):
@@ -416,6 +416,11 @@ def _alpaca_messages(row: Row) -> list[Message]:
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     question = f"{value['instruction']}\n\n{input_text}" if input_text else value["instruction"]
     return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": value["output"]}]
+
+
+def _check_no_images(row: Row, *values: Any) -> None:
+    if any(isinstance(value, dict) and value.get("images") for value in values):
+        raise row.error("this row has images, which are not read")
 
 
 def _check_keys(row: Row, row_format: RowFormat) -> None:

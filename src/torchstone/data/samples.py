@@ -143,12 +143,11 @@ def split_validation(
     is_too_large = num_texts is not None and num_rows > num_texts and num_validation > 2 * share * num_rows
     if is_too_large or num_validation >= num_rows:
         effect = f"holds out {num_validation}" if is_too_large else "leaves none for training"
-        raise DataError(
-            f"data.validation_split {share:g} of {num_rows} rows {effect}",
-            "use --data.validation_path, or for a .txt file --data.format lines, which makes every line a row"
-            if is_too_large or num_rows == 1
-            else "use a smaller --data.validation_split",
-        )
+        hint = "use a smaller --data.validation_split"
+        if is_too_large or num_rows == 1:
+            lines = "" if num_texts is None else ", or --data.format lines, which makes every line a row"
+            hint = f"use --data.validation_path{lines}"
+        raise DataError(f"data.validation_split {share:g} of {num_rows} rows {effect}", hint)
     is_validation: np.ndarray = np.zeros(num_rows, dtype=bool)
     is_validation[np.random.default_rng([seed, 0x5EED]).permutation(num_rows)[:num_validation]] = True
     return indices[~is_validation[row_of]], indices[is_validation[row_of]]

@@ -721,8 +721,9 @@ def _arrow_bytes(table: Any) -> bytes:
 
 
 def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """Those of the columns `names` that may be used."""
-    return [name for name in names if name in COLUMNS or name in columns.values()]
+    """Those of the columns `names` that may be used. Conversations with images are bad rows."""
+    used = {*COLUMNS, *columns.values()} | (set() if {"text", "document"} & set(names) else {"images"})
+    return [name for name in names if name in used]
 
 
 def _arrow_rows(chunk: Chunk, columns: Mapping[str, str]) -> Iterator[Row | BadRow]:

@@ -76,7 +76,7 @@ def _check_heads(model: ModelConfig, width: int, heads: int, kv_heads: int) -> N
         divisors = (h for h in range(1, width // 2 + 1) if width % h == 0 and width // h % 2 == 0)
         raise UsageError(
             f"model.width {width} does not split into {heads} heads of an even head_dim",
-            f"use --model.heads {_first(divisors)}",
+            "use an even --model.width" if width % 2 else f"use --model.heads {_first(divisors)}",
         )
     if heads % kv_heads:
         raise UsageError(
