@@ -75,7 +75,7 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConf
         # Transformers raises all kinds of errors for wrong values.
         if is_out_of_memory(error):
             raise
-        raise UsageError(f"{path}: does not describe a model: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{path}: does not describe a model: {error}") from None
 
 
 def load_model(
