@@ -353,6 +353,8 @@ def test_a_tilde_is_the_home_folder_in_a_path(
     for command in (("evaluate", "~/m", "--data", "d"), ("export", "~/m", "out"), ("chat", "~/m"), ("generate", "~/m")):
         _, _, err = torchstone(*command)
         assert f"model folder {tmp_path}/m does not exist" in err
+    _, _, err = torchstone("tokenizer", "train", tmp_path / "tokenizer", "--data", "~/d.jsonl")
+    assert f"data file {tmp_path}/d.jsonl does not exist" in err
 
 
 def test_spaces_after_commas_are_no_part_of_names(torchstone: Command, tmp_path: Path) -> None:

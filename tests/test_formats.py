@@ -206,6 +206,13 @@ class TestFormats:
         both = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
         cache = build_cache([{"messages": [TURNS[1], call]}], both, tmp_path / "both")
         assert marked_text(cache, both) == "Hello.;⟦CALL f;⟧"
+        (tmp_path / "t.jinja").write_text(
+            "{% for m in messages %}{{ m.content }}{% if m.function_call %}CALL {{ m.function_call.name }}{% endif %};"
+            "{% endfor %}"
+        )
+        old = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        cache = build_cache([{"messages": [TURNS[1], call]}], old, tmp_path / "only")
+        assert marked_text(cache, old) == "Hello.;⟦CALL f;⟧"
         for number, (value, reason) in enumerate([("{x", "is a string that is not JSON"), ("[1]", "not an object")]):
             with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
                 build_cache([row(value)], chatml, tmp_path / f"bad-{number}")

@@ -234,6 +234,19 @@ with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=Tru
         result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
         assert (result.returncode, result.stdout) == (0, "127.0.0.1\n"), result.stderr
 
+    def test_a_group_of_one_that_fails_leaves_no_variable_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: object, **options: object) -> None:
+            raise RuntimeError("no mesh")
+
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        monkeypatch.setattr("torchstone.parallel.mesh.init_device_mesh", fail)
+        with (
+            pytest.raises(RuntimeError, match="no mesh"),
+            init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=True),
+        ):
+            pass
+        assert ("GLOO_SOCKET_IFNAME" in os.environ, torch.distributed.is_initialized()) == (False, False)
+
     def test_ranks_that_do_not_come_are_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         values = {"RANK": "1", "WORLD_SIZE": "4", heartbeat.STORE_VARIABLE: str(tmp_path / "store")}
         for name, value in values.items():

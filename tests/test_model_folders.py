@@ -406,6 +406,10 @@ class TestDamagedNative:
         code, _, err = torchstone("train", *flags(settings(model__depth=2049)))
         assert (code, "model.depth must be at least 1 and at most 2048, not 2049" in err) == (2, True), err
 
+    def test_an_odd_width_is_refused(self, torchstone: Command, settings: Settings) -> None:
+        code, _, err = torchstone("train", *flags(settings(model__width=33, model__heads=3)))
+        assert (code, "use an even --model.width" in err) == (2, True), err
+
     def test_sizes_whose_product_overflows_are_refused(self, train_error: TrainError, folder: Path) -> None:
         """Each of them is allowed."""
         heads = {"num_attention_heads": 2**30, "num_key_value_heads": 2**30, "head_dim": 2**30}

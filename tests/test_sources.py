@@ -152,12 +152,24 @@ class TestFiles:
         pq.write_table(pa.table({"when": times, "who": ["a"]}), tmp_path / "b.parquet")
         assert [list(row.value) for row in read_rows(tmp_path / "b.parquet")] == [["when", "who"]]
 
-    def test_images_of_a_table_are_not_overlooked(self, tmp_path: Path) -> None:
-        """A conversation with images is a bad row; a text may have a list of links."""
-        for name, has_images in (("prompt", True), ("text", False)):
-            pq.write_table(pa.table({name: ["a"], "images": [["a.png"]]}), tmp_path / "a.parquet")
-            (row,) = read_rows(tmp_path / "a.parquet")
-            assert ("images" in row.value) == has_images
+    @pytest.mark.parametrize(
+        ("names", "columns", "keys"),
+        [
+            (("prompt", "completion"), {}, {"prompt", "completion", "images"}),
+            (("messages", "text"), {}, {"messages", "text", "images"}),
+            (("q", "a"), {"instruction": "q", "output": "a"}, {"instruction", "output", "images"}),
+            (("text",), {}, {"text"}),
+            (("body",), {"text": "body"}, {"text"}),
+            (("question", "answer"), {}, {"question", "answer", "images"}),
+        ],
+    )
+    def test_images_of_conversations_are_not_overlooked(
+        self, tmp_path: Path, names: tuple[str, ...], columns: dict[str, str], keys: set[str]
+    ) -> None:
+        """Without known columns, all names are shown."""
+        pq.write_table(pa.table({key: ["a"] for key in names} | {"images": [["a.png"]]}), tmp_path / "a.parquet")
+        (row,) = read_rows(tmp_path / "a.parquet", columns)
+        assert row.value.keys() == keys
 
     def test_an_unreadable_value_is_the_fault_of_its_row(self, tmp_path: Path) -> None:
         times = pa.array([0, 2**62, None], type=pa.timestamp("us"))

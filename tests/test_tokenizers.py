@@ -99,7 +99,7 @@ def test_texts_begin_as_in_transformers_whatever_letters_there_are(
 def test_characters_without_a_token_are_counted(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
     cache = build_cache([{"text": "hello AC lost"}, {"text": "A C"}], letters(), tmp_path)
     assert cache.ids.tolist() == [2, 3, 1] * 2
-    assert cache.counts.lost_characters == 9
+    assert cache.counts.lost_characters == 12
 
 
 def test_a_suffix_of_words_is_no_character(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
@@ -111,13 +111,40 @@ def test_a_suffix_of_words_is_no_character(letters: Callable[..., Tokenizer], tm
     assert cache.counts.lost_characters == 1
 
 
+@pytest.mark.parametrize(
+    ("parts", "text", "lost"),
+    [
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": True,
+                    "use_regex": True,
+                }
+            },
+            "A\n\néC",
+            4,
+        ),
+        ({"pre_tokenizer": {"type": "CharDelimiterSplit", "delimiter": "-"}}, "A-xC", 1),
+        ({"model": {"continuing_subword_prefix": "##", "vocab": LETTERS | {"##C": 6}}}, "ACG", 1),
+        ({}, "<s>A</s>x", 1),
+    ],
+    ids=["bytes", "delimiter", "prefix", "special"],
+)
+def test_lost_characters_are_those_that_the_model_does_not_know(
+    letters: Callable[..., Tokenizer], tmp_path: Path, parts: dict[str, Any], text: str, lost: int
+) -> None:
+    assert build_cache([{"text": text}], letters(**parts), tmp_path).counts.lost_characters == lost
+
+
 def test_a_prompt_with_a_character_without_a_token_is_a_bad_row(
     letters: Callable[..., Tokenizer], tmp_path: Path
 ) -> None:
     """The tokenizer counts the offsets of later tokens without it, so the loss mask would move."""
     rows = [{"prompt": "Ax", "completion": "CG"}, {"prompt": "A", "completion": "CG"}]
     tokenizer = letters()
-    with pytest.raises(DataError, match="rows.jsonl:1: 1 characters have no token"):
+    with pytest.raises(DataError, match="rows.jsonl:1: the tokenizer has no token for 'x'"):
         build_cache(rows, tokenizer, tmp_path)
     cache = build_cache(rows, tokenizer, tmp_path, stop_on_bad_row=False)
     assert (cache.counts.bad_rows, cache.labels.tolist()) == (1, [-100, 3, 4, 1])
@@ -203,16 +230,14 @@ class TestLoopingTemplates:
     def test_the_first_bad_row_stops_its_chunk(
         self, edited: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        tokenizer, timeouts = load_tokenizer(edited(LOOP)), []
-
-        def raise_timeout(number: int, frame: object) -> None:
-            timeouts.append(number)
-            raise render_limits.RenderTimeout
-
-        monkeypatch.setattr(render_limits, "_raise_timeout", raise_timeout)
+        """With MAX_TIMEOUTS 2 a second row would be another error."""
+        monkeypatch.setattr(render_limits, "MAX_TIMEOUTS", 2)
         with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template took more than"):
-            build_cache([CHAT] * 5, tokenizer, tmp_path)
-        assert len(timeouts) == 1
+            build_cache([CHAT] * 5, load_tokenizer(edited(LOOP)), tmp_path)
+
+    def test_bad_rows_are_not_skipped_for_ever(self, edited: Callable[..., Path], tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="10 conversations in a row"):
+            build_cache([CHAT] * 20, load_tokenizer(edited(LOOP)), tmp_path, stop_on_bad_row=False)
 
     def test_a_trained_tokenizer_names_a_template_that_renders_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "loop.jinja").write_text(LOOP)
@@ -260,11 +285,15 @@ class TestSaving:
             save_tokenizer(Full(), tmp_path / "new")
         assert not list(tmp_path.iterdir())
 
-    @pytest.mark.parametrize("name", ["../../x", "a\0b", "\ud800"], ids=["outside", "NUL", "half"])
-    def test_a_template_that_is_named_like_a_path_is_refused(
-        self, edited: Callable[..., Path], tmp_path: Path, name: str
+    @pytest.mark.parametrize("name", ["../../x", "a\0b", "\ud800", "x" * 300], ids=["outside", "NUL", "half", "long"])
+    def test_a_template_whose_name_cannot_be_a_file_is_refused_at_the_start(
+        self, edited: Callable[..., Path], name: str
     ) -> None:
-        tokenizer = load_tokenizer(edited())
-        tokenizer.hf.chat_template = {"default": "a", name: "b"}
-        with pytest.raises(UsageError, match="the tokenizer cannot be saved"):
-            tokenizer.save(tmp_path / "new")
+        folder = edited()
+        path = folder / "tokenizer_config.json"
+        templates = [{"name": "default", "template": "x"}, {"name": name, "template": "y"}]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        with pytest.raises(UsageError, match="cannot be saved in a file of that name"):
+            load_tokenizer(folder)
+        assert load_tokenizer(folder, "chatml").template.source

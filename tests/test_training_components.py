@@ -675,16 +675,26 @@ class TestCheckpointing:
         manifest.verify_checkpoint(final)
 
     @pytest.mark.parametrize("lock", [atomic.file_lock, lambda path: atomic.lock_run_folder(path.parent)])
-    def test_a_lock_changes_nothing_in_a_file(
-        self, tmp_path: Path, lock: Callable[[Path], AbstractContextManager[object]]
+    @pytest.mark.parametrize("exists", [True, False])
+    def test_a_lock_that_is_a_link_is_refused_and_its_target_stays_as_it_was(
+        self, tmp_path: Path, lock: Callable[[Path], AbstractContextManager[object]], exists: bool
     ) -> None:
-        """A folder from elsewhere may have a link to another file in its place."""
-        (tmp_path / "victim").write_text("precious")
+        if exists:
+            (tmp_path / "victim").write_text("precious")
         (tmp_path / "run").mkdir()
         (tmp_path / "run/.lock").symlink_to("../victim")
-        with lock(tmp_path / "run/.lock"):
-            assert atomic.is_locked(tmp_path / "victim")
-        assert (tmp_path / "victim").read_text() == "precious"
+        with pytest.raises(OSError, match=r"symbolic links: '.*\.lock'"), lock(tmp_path / "run/.lock"):
+            pass
+        assert [path.read_text() for path in tmp_path.glob("victim")] == ["precious"] * exists
+
+    @pytest.mark.parametrize("lock", [atomic.file_lock, lambda path: atomic.lock_run_folder(path.parent)])
+    def test_a_lock_does_not_empty_a_file(
+        self, tmp_path: Path, lock: Callable[[Path], AbstractContextManager[object]]
+    ) -> None:
+        (tmp_path / ".lock").write_text("precious")
+        with lock(tmp_path / ".lock"):
+            assert atomic.is_locked(tmp_path / ".lock")
+        assert (tmp_path / ".lock").read_text() == "precious"
 
     def test_links_in_the_place_of_folders_are_removed_and_never_followed(self, tmp_path: Path) -> None:
         root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"

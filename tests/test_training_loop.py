@@ -135,8 +135,12 @@ class TestModes:
         assert (first.step, [line["step"] for line in lines], checkpoint_steps(folder)) == (2, [1, 2], [2])
         capsys.readouterr()
         again, lines_again, _ = train(overrides)
-        assert "is complete: step 2 of 2" in capsys.readouterr().err
+        assert "is complete: step 2 of 2; to continue it, set a later end: --training.max_steps 4\n" in (
+            capsys.readouterr().err
+        )
         assert (again.step, lines_again) == (2, lines)
+        train(overrides | {"training.max_steps": 9, "training.max_epochs": 0.01, "training.mode": "epoch"})
+        assert "set a later end: --training.max_steps 18 --training.max_epochs 0.02\n" in capsys.readouterr().err
         _, longer, _ = train(overrides | {"training.max_steps": 4})
         assert ([line["step"] for line in longer], longer[:2]) == ([1, 2, 3, 4], lines)
 

@@ -33,7 +33,7 @@ from torchstone.checkpoint.model_folder import (
 )
 from torchstone.checkpoint.save import STATE_FILE
 from torchstone.config.load import convert_value, from_dict, load_config, read_config_layers, resolve, to_dict
-from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig
+from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig, TrainingConfig
 from torchstone.data.formats import TEXT_FORMATS, Message
 from torchstone.data.inspect import inspect_sources
 from torchstone.data.loader import open_sources, tokenize_source
@@ -128,7 +128,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
             run_folder.warn_about_changes(config, console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
-            reason = stopped or f"to continue it, set a later end: --training.max_steps {2 * step}"
+            reason = stopped or f"to continue it, set a later end: {_later_end(config.training, step)}"
             console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
             return TrainResult(step, run.checkpoint, None, None, stopped)
         console.open_log()
@@ -169,6 +169,12 @@ def download_with_config(config: Config, weights: bool = False) -> Config:
     return pin_hub_names(config, Console(config.observe.console if local_rank() == 0 else "none"), weights)
 
 
+def _later_end(training: TrainingConfig, step: int) -> str:
+    limits = {"max_steps": training.max_steps, "max_epochs": training.max_epochs, "max_tokens": training.max_tokens}
+    later = {name: 2 * limit for name, limit in limits.items() if limit is not None} or {"max_steps": 2 * step}
+    return " ".join(f"--training.{name} {limit}" for name, limit in later.items())
+
+
 def prepare(
     config: Config | str | Path | None = None, overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> dict[str, Any]:
@@ -178,7 +184,8 @@ def prepare(
 
 def prepare_with_config(config: Config) -> dict[str, Any]:
     config = download_with_config(config)
-    console = Console(config.observe.console)
+    # If torchrun started several processes, each of them calls this.
+    console = Console(config.observe.console if local_rank() == 0 else "none")
     data = open_data(config, _load_tokenizer(config, console), console)
     return {
         "fingerprint": data.fingerprint,

@@ -113,7 +113,7 @@ def file_lock(path: Path) -> Iterator[None]:
     """Waits for an exclusive lock. The kernel releases it when the process ends, however it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # "a" changes nothing in a file that exists.
-    with path.open("a") as lock:
+    with open(path, "a", opener=open_without_following) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -126,7 +126,7 @@ def lock_run_folder(folder: Path) -> Iterator[int]:
     """
     check_utf8(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
+    with open(folder / ".lock", "a", opener=open_without_following) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -7,7 +7,7 @@ and hundreds of megabytes.
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -38,8 +38,8 @@ from torchstone.data.word_encoder import WordEncoder, build_word_encoder
 from torchstone.errors import DataError, TorchstoneError, UsageError
 
 MAX_EXAMPLES = 5
-# Spaces, and the characters that tokenizers write for them.
-SPACE = re.compile(r"[\s▁Ġ]")
+# The name of a token that no tokenizer has.
+LOST = "torchstone-lost"
 # How many texts are tried to find what a tokenizer puts around a text.
 MAX_PROBES = 100
 # Parts of a message that a template may drop, by their keys.
@@ -275,11 +275,8 @@ class Encoder:
         prefix, suffix = self._special_affixes
         by_word = self._encode_by_word(texts)
         remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
-        encode = self.tokenizer.encode_batch if self._drops_characters else self.tokenizer.encode_batch_fast
-        encoded = encode(remaining, add_special_tokens=False)
-        if self._drops_characters:
-            self.counts.lost_characters += sum(map(self._count_lost, remaining, encoded))
-        encodings = iter(encoded)
+        self.counts.lost_characters += sum(len(self._find_lost(text)) for text in remaining)
+        encodings = iter(self.tokenizer.encode_batch_fast(remaining, add_special_tokens=False))
         for row, word_ids in zip(rows, by_word, strict=True):
             ids = next(encodings).ids if word_ids is None else word_ids
             # A piece of a large text file has no special tokens where the text goes on.
@@ -348,9 +345,15 @@ class Encoder:
     def _encode_rendered(self, rows: list[Row], values: list[Any]) -> Iterable[TokenSequence | BadRow]:
         """A rendered conversation already has its special tokens; a prompt with completion gets the tokenizer's own."""
         texts = [v.prompt + v.completion if isinstance(v, PromptCompletion) else v.text for v in values]
-        for row, value, (id_list, offsets, lost) in zip(rows, values, self._encode_with_offsets(texts), strict=True):
-            if lost:
-                yield row.error(f"{lost} characters have no token, which moves the tokens to learn")
+        for row, value, text, (id_list, offsets) in zip(
+            rows, values, texts, self._encode_with_offsets(texts), strict=True
+        ):
+            if lost := self._find_lost(text):
+                # The offsets of tokens after it may be wrong.
+                yield row.error(
+                    f"the tokenizer has no token for {lost[0]!r}, so the loss mask could be wrong",
+                    "use a tokenizer that knows all bytes",
+                )
                 continue
             ids = np.array(id_list, dtype=np.int64)
             if isinstance(value, PromptCompletion):
@@ -364,18 +367,16 @@ class Encoder:
             else:
                 yield row.error("no token of this row would be trained on")
 
-    def _encode_with_offsets(self, texts: list[str]) -> Iterable[tuple[list[int], np.ndarray, int]]:
-        """The ids and offsets of each text, and the characters without a token: the offsets after them are wrong."""
+    def _encode_with_offsets(self, texts: list[str]) -> Iterable[tuple[list[int], np.ndarray]]:
         by_word = self._encode_by_word(texts)
         remaining = [text for text, ids in zip(texts, by_word, strict=True) if ids is None]
         encodings = iter(self.tokenizer.encode_batch(remaining, add_special_tokens=False))
         for text, word_ids in zip(texts, by_word, strict=True):
             if word_ids is not None and self._word_encoder is not None:
-                yield word_ids, self._word_encoder.offsets(text, word_ids), 0
+                yield word_ids, self._word_encoder.offsets(text, word_ids)
             else:
                 encoding = next(encodings)
-                lost = self._count_lost(text, encoding) if self._drops_characters else 0
-                yield encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), lost
+                yield encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def _encode_by_word(self, texts: list[str]) -> list[list[int] | None]:
         return [None] * len(texts) if self._word_encoder is None else self._word_encoder.encode_batch(texts)
@@ -448,24 +449,32 @@ class Encoder:
     def _word_encoder(self) -> WordEncoder | None:
         return build_word_encoder(self.tokenizer)
 
+    def _find_lost(self, text: str) -> list[str]:
+        """The characters without a token, which vanish."""
+        if self._lost_finder is None:
+            return []
+        encoding = self._lost_finder.encode(text, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return [text[start:end] for number, (start, end) in pairs if number == self.config.vocab_size]
+
     @cached_property
-    def _drops_characters(self) -> bool:
-        """Whether characters without a token vanish. Other tokenizers have an unknown token or all bytes, or fail."""
+    def _lost_finder(self) -> Any | None:
+        """The tokenizer with a token for what it would drop. None if it drops nothing: it has all bytes, or an unknown
+        token, or fails."""
+        from tokenizers import Tokenizer
         from tokenizers.models import BPE
         from tokenizers.pre_tokenizers import ByteLevel
 
         model = self.tokenizer.model
         if not isinstance(model, BPE) or model.unk_token or model.byte_fallback:
-            return False
-        return not set(ByteLevel.alphabet()) <= self.tokenizer.get_vocab(with_added_tokens=False).keys()
-
-    def _count_lost(self, text: str, encoding: Any) -> int:
-        """The characters without a token. Spaces do not count: tokenizers may drop them on purpose, or rename them."""
-        normalizer, model = self.tokenizer.normalizer, self.tokenizer.model
-        expected = text if normalizer is None else normalizer.normalize_str(text)
-        prefix, suffix = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
-        found = "".join(token.removeprefix(prefix).removesuffix(suffix) for token in encoding.tokens)
-        return max(0, len(SPACE.sub("", expected)) - len(SPACE.sub("", found)))
+            return None
+        settings = json.loads(self.tokenizer.to_str())
+        vocab = settings["model"]["vocab"]
+        if set(ByteLevel.alphabet()) <= vocab.keys():
+            return None
+        vocab[LOST] = self.config.vocab_size
+        settings["model"] |= {"unk_token": LOST, "fuse_unk": False}
+        return Tokenizer.from_str(json.dumps(settings))
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torchstone.errors import DataError
+from torchstone.errors import DataError, UsageError
 
 T = TypeVar("T")
 # Rendering a conversation takes a fraction of a millisecond; one that takes seconds will never end.
@@ -23,6 +23,8 @@ TIME_LIMIT = 5.0
 KILL_AFTER = 20.0
 # In bytes.
 MEMORY_LIMIT = 1 << 30
+# After this many conversations in a row that take too long, the template is refused.
+MAX_TIMEOUTS = 10
 
 
 class RenderTimeout(BaseException):
@@ -32,6 +34,7 @@ class RenderTimeout(BaseException):
 class RenderLimits:
     def __init__(self) -> None:
         self._is_active = False
+        self._timeouts = 0
 
     def run(self, render: Callable[[], T]) -> T:
         """Calls `render`; raises DataError if it does not end or fills the memory. Within `batch()` it is cheaper.
@@ -46,9 +49,15 @@ class RenderLimits:
         # Nothing handles SIGPROF: it ends the process.
         before = signal.setitimer(signal.ITIMER_VIRTUAL, TIME_LIMIT), signal.setitimer(signal.ITIMER_PROF, KILL_AFTER)
         try:
-            return render()
+            result = render()
+            self._timeouts = 0
+            return result
         except RenderTimeout:
-            raise DataError(f"the chat template took more than {TIME_LIMIT:g} s for this conversation") from None
+            self._timeouts += 1
+            limit = f"the chat template took more than {TIME_LIMIT:g} s for"
+            if self._timeouts == MAX_TIMEOUTS:
+                raise UsageError(f"{limit} {MAX_TIMEOUTS} conversations in a row", "use another template") from None
+            raise DataError(f"{limit} this conversation") from None
         except MemoryError as error:
             # Its frames hold the memory.
             error.__traceback__ = None

@@ -39,7 +39,7 @@ class Samples(ABC):
     def get(self, index: int) -> list[TokenSequence]: ...
 
     def origin(self, index: int) -> str:
-        """Where a sample comes from: `file:line` of its row. No error is about one of packed text."""
+        """Where a sample comes from: `file:line` of its row. Errors never name a sample of packed text."""
         return f"sample {index}"
 
 

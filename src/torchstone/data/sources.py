@@ -721,8 +721,10 @@ def _arrow_bytes(table: Any) -> bytes:
 
 
 def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """Those of the columns `names` that may be used. Conversations with images are bad rows."""
-    used = {*COLUMNS, *columns.values()} | (set() if {"text", "document"} & set(names) else {"images"})
+    """Those of the columns `names` that may be used: of conversations also images, which make a bad row."""
+    used = {*COLUMNS, *columns.values()}
+    if not {"messages", "conversations", "prompt", "instruction"}.isdisjoint([*names, *columns]):
+        used.add("images")
     return [name for name in names if name in used]
 
 

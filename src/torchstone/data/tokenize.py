@@ -47,6 +47,9 @@ class Tokenizer:
                 f"{path}: the tokenizer adds the token {outside[0]} to every text, but its vocabulary has {self.size}",
                 "its tokenizer.json is damaged; copy or download it again",
             )
+        for name in hf.chat_template if isinstance(hf.chat_template, dict) else ():
+            if not re.fullmatch(r"[\w .-]{1,100}", name):
+                raise UsageError(f"{path}: the chat template {name!r:.100} cannot be saved in a file of that name")
         self.stop_ids = self._find_stop_ids()
 
     @cached_property
@@ -173,12 +176,8 @@ class Tokenizer:
         return self.hf.decode(ids, skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        try:
-            with translate_os_errors(folder):
-                self.hf.save_pretrained(folder)
-        except ValueError as error:
-            # Transformers refuses a chat template whose name is a path.
-            raise UsageError(f"{self.path}: the tokenizer cannot be saved: {error}") from None
+        with translate_os_errors(folder):
+            self.hf.save_pretrained(folder)
 
 
 def load_tokenizer(
