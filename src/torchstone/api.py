@@ -184,8 +184,7 @@ def prepare(
 
 def prepare_with_config(config: Config) -> dict[str, Any]:
     config = download_with_config(config)
-    # If torchrun started several processes, each of them calls this.
-    console = Console(config.observe.console if local_rank() == 0 else "none")
+    console = Console(config.observe.console)
     data = open_data(config, _load_tokenizer(config, console), console)
     return {
         "fingerprint": data.fingerprint,
