@@ -543,7 +543,11 @@ time.sleep(100)
         assert self.run(script, tmp_path, hang_timeout=60) == 4
 
     def test_workers_of_a_killed_launcher_get_sigterm(self, tmp_path: Path) -> None:
-        script = "signal.signal(15, lambda *_: (print('asked', flush=True), os._exit(75)))\n"
+        # The kernel and the heartbeat send it.
+        script = (
+            "def stop(*_):\n    signal.signal(15, signal.SIG_IGN)\n    os.write(1, b'asked\\n')\n    os._exit(75)\n"
+        )
+        script += "signal.signal(15, stop)\n"
         script += "Path(sys.argv[1], f'ready-{rank}').write_text(str(os.getpid()))\ntime.sleep(100)"
         spec = [[sys.executable, "-c", self.BEGIN + script, str(tmp_path)], 2, 0]
         launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, json.dumps(spec)])
