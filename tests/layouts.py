@@ -284,7 +284,7 @@ def check_cases(cases: Sequence[Case], references: dict[str, str], saved: str) -
     """One rank's results. Every case has its own mesh, on the same processes."""
     results = []
     for case in cases:
-        with init_distributed(ParallelConfig(**case.parallel), CPU, mixed_precision=True) as ctx:
+        with init_distributed(ParallelConfig(**case.parallel), CPU, mesh_of_one=True) as ctx:
             side = ShardedSide(case, Path(references[case.folder]), ctx)
             results.append(side.check(Path(saved) / case.name))
     return results

@@ -64,7 +64,7 @@ def open_runner(
 ) -> Iterator[Runner]:
     """The model in a layout; a single process has a mesh of one. A `reduce_dtype` of bf16 is a planted fault."""
     config = ParallelConfig(**parallel)
-    with pytest.MonkeyPatch.context() as patch, init_distributed(config, device, mixed_precision=True) as ctx:
+    with pytest.MonkeyPatch.context() as patch, init_distributed(config, device, mesh_of_one=True) as ctx:
         patch.setattr(build, "mixed_precision_policy", partial(mixed_precision_policy, reduce_dtype=reduce_dtype))
         builder = ShardedModelBuilder(ctx, config, precision, device)
         options = ExecutionOptions(packed=True, tp=ctx.dims.tp, **execution)

@@ -155,7 +155,7 @@ def check_cases(cases: list[Case]) -> None:
     for case in cases:
         reference = load_reference(case.folder)
         steps = parity.random_batches(parity.FREE_RUNNING["steps"], reference.model.config.vocab_size, seed=0)
-        with init_distributed(ParallelConfig(**case.parallel), CPU, mixed_precision=True) as ctx:
+        with init_distributed(ParallelConfig(**case.parallel), CPU, mesh_of_one=True) as ctx:
             side = FallbackSide(case, ctx)
             parity.assert_step_locked(reference, side.step, side.lock, steps[:LOCKED_STEPS])
             reference = reference.restart()
@@ -195,7 +195,7 @@ def refused_layouts(folder: Path) -> list[str]:
     messages = []
     for dim in ("tp", "pp"):
         parallel = ParallelConfig(**{dim: 2})
-        with init_distributed(parallel, CPU, mixed_precision=False) as ctx, pytest.raises(UsageError) as error:
+        with init_distributed(parallel, CPU) as ctx, pytest.raises(UsageError) as error:
             load_fallback(folder, ShardedModelBuilder(ctx, parallel, "fp32", CPU), packed=False)
         messages.append(error.value.message)
     return messages
@@ -249,7 +249,7 @@ def resume_all(folders: list[Path], parallel: dict[str, Any]) -> list[dict[str, 
 def train_and_save(folder: Path, tokenizer_dir: Path, root: Path) -> dict[str, Any]:
     """Two steps on two ranks, a checkpoint, and one more step. Returns the saved state and the last loss."""
     parallel = ParallelConfig(dp_shard=2)
-    with init_distributed(parallel, CPU, mixed_precision=False) as ctx:
+    with init_distributed(parallel, CPU) as ctx:
         builder = ShardedModelBuilder(ctx, parallel, "fp32", CPU)
         model = load_fallback(folder, builder, packed=True)
         runner, optimizer = build_runner(model, builder, packed=True), make_optimizer(model)
@@ -264,7 +264,7 @@ def train_and_save(folder: Path, tokenizer_dir: Path, root: Path) -> dict[str, A
 def resume(folder: Path, parallel: dict[str, Any]) -> dict[str, Any]:
     """The same of a checkpoint, which says that its model runs in the fallback."""
     config = ParallelConfig(**parallel)
-    with init_distributed(config, CPU, mixed_precision=False) as ctx:
+    with init_distributed(config, CPU) as ctx:
         is_single = ctx.mesh is None
         builder = ModelBuilder(CPU, torch.float32) if is_single else ShardedModelBuilder(ctx, config, "fp32", CPU)
         model = load_model(folder, CPU, execution=ExecutionOptions(packed=True), builder=builder)

@@ -198,7 +198,7 @@ from torchstone.parallel.mesh import init_distributed
 def listening(pid):
     connections = psutil.Process(pid).net_connections(kind="inet")
     return sorted({connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN})
-with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=False):
+with init_distributed(ParallelConfig(), torch.device("cpu")):
     assert "TORCHSTONE_STORE" not in os.environ, "a launch of this worker would use its store"
     write(str(rank), json.dumps([listening(os.getpid()), listening(os.getppid())]))
     wait_for(lambda: all((folder / name).exists() for name in "01"))
@@ -226,7 +226,7 @@ with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=Fal
 import psutil, torch
 from torchstone.config.schema import ParallelConfig
 from torchstone.parallel.mesh import init_distributed
-with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=True):
+with init_distributed(ParallelConfig(), torch.device("cpu"), mesh_of_one=True):
     connections = psutil.Process().net_connections(kind="inet")
     print(*{connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN})
 """
@@ -242,7 +242,7 @@ with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=Tru
         monkeypatch.setattr("torchstone.parallel.mesh.init_device_mesh", fail)
         with (
             pytest.raises(RuntimeError, match="no mesh"),
-            init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=True),
+            init_distributed(ParallelConfig(), torch.device("cpu"), mesh_of_one=True),
         ):
             pass
         assert ("GLOO_SOCKET_IFNAME" in os.environ, torch.distributed.is_initialized()) == (False, False)
@@ -254,9 +254,7 @@ with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=Tru
         FileStore(str(tmp_path / "store")).set("nonce/3", "")
         with (
             pytest.raises(WorkerError, match="ranks 0, 2 of 4 did not join within 0.5 s"),
-            init_distributed(
-                ParallelConfig(), torch.device("cpu"), mixed_precision=False, join_timeout=timedelta(seconds=0.5)
-            ),
+            init_distributed(ParallelConfig(), torch.device("cpu"), join_timeout=timedelta(seconds=0.5)),
         ):
             pass
 

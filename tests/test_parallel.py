@@ -226,7 +226,7 @@ def test_the_padding_embedding_is_not_trained_in_any_layout(root: Path) -> None:
 
 
 def free_run(case: Case, reference: str, recompute: str, compiled: bool) -> dict[str, Any]:
-    with init_distributed(ParallelConfig(**case.parallel), CPU, mixed_precision=True) as ctx:
+    with init_distributed(ParallelConfig(**case.parallel), CPU, mesh_of_one=True) as ctx:
         side = ShardedSide(case, Path(reference), ctx)
         for part in side.model.model_parts:
             apply_activation_checkpointing(part, recompute)
@@ -287,7 +287,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_before_processes_start(
 
 
 def load_resized(folder: str, tokenizer_size: int, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with init_distributed(ParallelConfig(**parallel), CPU, mixed_precision=True) as ctx:
+    with init_distributed(ParallelConfig(**parallel), CPU, mesh_of_one=True) as ctx:
         builder = ShardedModelBuilder(ctx, ParallelConfig(**parallel), "fp32", CPU)
         model = load_model(Path(folder), CPU, builder=builder, tokenizer_size=tokenizer_size)
         assert any("resized to 104" in warning for warning in model.warnings)

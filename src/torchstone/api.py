@@ -117,8 +117,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
     join_timeout = timedelta(seconds=system.join_timeout)
     heartbeat.report_phase("joining the other ranks")
     with ExitStack() as stack:
-        is_mixed = config.training.precision == "bf16"
-        ctx = stack.enter_context(init_distributed(config.parallel, device, is_mixed, timeout, join_timeout))
+        ctx = stack.enter_context(init_distributed(config.parallel, device, timeout, join_timeout))
         check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
         console = stack.enter_context(run_folder.open_console(config, ctx, device))
@@ -349,7 +348,7 @@ def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: boo
     heartbeat.report_phase("joining the other ranks")
     with (
         translate_comm_errors(),
-        init_distributed(ParallelConfig(), torch_device, True, timeout, join_timeout) as ctx,
+        init_distributed(ParallelConfig(), torch_device, timeout, join_timeout, mesh_of_one=True) as ctx,
     ):
         console = Console("quiet" if quiet else "lines") if ctx.is_main else Console("none")
         reports = [collectives.measure(torch_device, limit, console.info)]

@@ -192,7 +192,7 @@ def test_another_machine_reaches_no_port_of_a_run_on_one_node(network: Network, 
 import pathlib, psutil, sys, time, torch
 from torchstone.config.schema import ParallelConfig
 from torchstone.parallel.mesh import init_distributed
-with init_distributed(ParallelConfig(), torch.device("cpu"), mixed_precision=False) as ctx:
+with init_distributed(ParallelConfig(), torch.device("cpu")) as ctx:
     connections = [c for process in (psutil.Process(), psutil.Process().parent()) for c in process.net_connections()]
     ports = [str(c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
     file = pathlib.Path(sys.argv[1], f"ready-{ctx.rank}")

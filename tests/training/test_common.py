@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
 def sharded_side(
     folder: Path, reference: Path, parallel: dict[str, Any], fused: tuple[Fusion, ...] = ()
 ) -> Iterator[ShardedSide]:
-    with init_distributed(ParallelConfig(**parallel), CPU, mixed_precision=True) as ctx:
+    with init_distributed(ParallelConfig(**parallel), CPU, mesh_of_one=True) as ctx:
         yield ShardedSide(Case("", str(folder), parallel, fused), reference, ctx)
 
 
@@ -255,7 +255,7 @@ def load_and_count_bytes(folder: Path, parallel: dict[str, Any]) -> tuple[list[s
     original = model_folder.open_weights
     with (
         pytest.MonkeyPatch.context() as patch,
-        init_distributed(ParallelConfig(**parallel), CPU, mixed_precision=True) as ctx,
+        init_distributed(ParallelConfig(**parallel), CPU, mesh_of_one=True) as ctx,
     ):
         patch.setattr(model_folder, "open_weights", open_weights)
         model = load_model(folder, CPU, builder=ShardedModelBuilder(ctx, ParallelConfig(**parallel), "fp32", CPU))

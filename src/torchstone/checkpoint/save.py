@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def save_checkpoint(
 def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
     """Writes config.json, the weights and generation_config.json. All ranks must call it; each writes its shards."""
     if isinstance(model, FallbackModel):
-        save_fallback(model.module, model.generation_config, folder, ctx.rank)
+        with nullcontext() if model.master_weights is None else model.master_weights.installed():
+            save_fallback(model.module, model.generation_config, folder, ctx.rank)
         return
     assert isinstance(model, NativeModel)
     config = model.decoder_config
@@ -76,7 +78,7 @@ def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS
         write_shards(shard_file(folder, WEIGHTS, ctx.rank), shards)
     if not ctx.is_main:
         return
-    write_hf_config(model.hf_config, model.family, next(model.module.parameters()).dtype, folder)
+    write_hf_config(model.hf_config, model.family, model.dtype, folder)
     if ctx.world_size == 1:
         save_weights(full_unfused_parameters(model), WEIGHT_NAMES[model.hf_config["model_type"]], folder)
     if model.generation_config is not None:

@@ -28,6 +28,7 @@ from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES, Family
 from torchstone.models.generate import TokenCallback, generate
 from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
+from torchstone.models.master_weights import MasterWeights
 from torchstone.models.sizing import describe, parameter_count
 
 GENERATION_CONFIG = "generation_config.json"
@@ -47,6 +48,8 @@ class Model(ABC):
     generation_config: bytes | None = None
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    # Set if the module computes with copies of them.
+    master_weights: MasterWeights | None = None
 
     @property
     @abstractmethod
@@ -114,9 +117,21 @@ class Model(ABC):
         return [self.module]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process by their names in the full model."""
+        """The parameters of this process by their names in the full model: those that the optimizer updates."""
+        if self.master_weights is not None:
+            yield from self.master_weights.parameters.items()
+            return
         for part in self.model_parts:
             yield from part.named_parameters()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters that the optimizer updates."""
+        return next(self.named_parameters())[1].dtype
+
+    def use_master_weights(self, dtype: torch.dtype) -> None:
+        """Makes the module compute in `dtype`, and keeps its parameters for the optimizer."""
+        self.master_weights = MasterWeights(self.module, dtype)
 
     def train(self, mode: bool = True) -> None:
         for part in self.model_parts:

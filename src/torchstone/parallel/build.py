@@ -31,10 +31,10 @@ from torchstone.parallel.tensor_parallel import apply_tensor_parallel, check_tp,
 
 
 class ModelBuilder:
-    """Allocates a model's parameters: unsharded, on one device."""
+    """Allocates a model's parameters: unsharded, on one device. It computes in `compute_dtype`, if that differs."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(self, device: torch.device, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> None:
+        self.device, self.dtype, self.compute_dtype = device, dtype, compute_dtype or dtype
         self.notes: list[str] = []
 
     def build_decoders(
@@ -175,6 +175,8 @@ def build_new_model(
 def build_runner(model: Model, builder: ModelBuilder, packed: bool) -> Runner:
     """The runner of a model that `builder` has built."""
     if not isinstance(builder, ShardedModelBuilder):
+        if builder.compute_dtype != builder.dtype:
+            model.use_master_weights(builder.compute_dtype)
         return Runner(model, builder.device, packed)
     ctx, parallel, pipeline = builder.ctx, builder.parallel, None
     if builder.stage_modules:

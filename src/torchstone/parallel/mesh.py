@@ -166,17 +166,18 @@ SINGLE_PROCESS = ParallelContext()
 def init_distributed(
     parallel: ParallelConfig,
     device: torch.device,
-    mixed_precision: bool,
     timeout: timedelta = TIMEOUT,
     join_timeout: timedelta = JOIN_TIMEOUT,
+    mesh_of_one: bool = False,
 ) -> Iterator[ParallelContext]:
     """Joins the process group that RANK, WORLD_SIZE, ... describe, and builds the mesh.
 
-    A collective may take `timeout`; all ranks must join within `join_timeout`.
+    A collective may take `timeout`; all ranks must join within `join_timeout`. A single process has no group, unless
+    `mesh_of_one`.
     """
     world_size = heartbeat.read_int_variable("WORLD_SIZE", 1)
     dims = resolve_dims(parallel, world_size)
-    if world_size == 1 and not mixed_precision:
+    if world_size == 1 and not mesh_of_one:
         yield SINGLE_PROCESS
         return
     is_new_group = not dist.is_initialized()

@@ -123,7 +123,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
 def model_builder(config: Config, ctx: ParallelContext, device: torch.device) -> ModelBuilder:
     precision = config.training.precision
     if ctx.mesh is None:
-        return ModelBuilder(device, PARAM_DTYPE[precision])
+        return ModelBuilder(device, PARAM_DTYPE[precision], COMPUTE_DTYPE[precision])
     return ShardedModelBuilder(ctx, config.parallel, precision, device)
 
 

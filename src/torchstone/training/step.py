@@ -67,6 +67,8 @@ def optimizer_step(
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if runner.model.master_weights is not None:
+        runner.model.master_weights.update_copies()
 
 
 def validation_loss(runner: Runner, batches: Iterable[StepBatch]) -> tuple[float, int]:

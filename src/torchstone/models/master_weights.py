@@ -1,0 +1,65 @@
+"""Mixed precision in one process: the module computes with bf16 weights, the optimizer updates fp32 master weights.
+
+The arithmetic is that of FSDP2's policy (parallel/fsdp.py), to the last bit: the gradient of each micro-batch is
+computed in bf16 and summed in fp32. What FSDP2 does besides (gathering, reducing, copies into buffers) is left out; the
+only cost is one cast of the weights per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class MasterWeights:
+    """Replaces the parameters of `module` by copies in `dtype`; `parameters` has the originals, by name."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.parameters = dict(module.named_parameters())
+        self._copies = {
+            master: nn.Parameter(master.detach().to(dtype), master.requires_grad) for master in self.parameters.values()
+        }
+        # A tied parameter is in several places.
+        self._places = [
+            (submodule, name, parameter)
+            for submodule in module.modules()
+            for name, parameter in submodule.named_parameters(recurse=False)
+        ]
+        for master, copy in self._copies.items():
+            copy.register_post_accumulate_grad_hook(_AddGradient(master))
+        self._install(copies=True)
+
+    @torch.no_grad()
+    def update_copies(self) -> None:
+        """Call it after every change of the master weights."""
+        torch._foreach_copy_(list(self._copies.values()), list(self._copies))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The module has the master weights themselves, such as to be saved."""
+        self._install(copies=False)
+        try:
+            yield
+        finally:
+            self._install(copies=True)
+
+    def _install(self, copies: bool) -> None:
+        for submodule, name, master in self._places:
+            setattr(submodule, name, self._copies[master] if copies else master)
+
+
+class _AddGradient:
+    """Moves the gradient of a micro-batch to the master weight."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self.master = master
+
+    def __call__(self, copy: nn.Parameter) -> None:
+        if self.master.grad is None:
+            self.master.grad = copy.grad.to(self.master.dtype)
+        else:
+            self.master.grad += copy.grad
+        copy.grad = None
