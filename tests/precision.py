@@ -23,8 +23,8 @@ from torchstone.data.loader import StepBatch
 from torchstone.models.execution import ExecutionOptions
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel import build
-from torchstone.parallel.build import ShardedModelBuilder, build_runner
-from torchstone.parallel.fsdp import COMPUTE_DTYPE, Precision, mixed_precision_policy
+from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_runner
+from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, Precision, mixed_precision_policy
 from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.training.step import compute_gradients
@@ -51,6 +51,13 @@ def step_batch(batches: Sequence[MicroBatch], all_batches: Sequence[MicroBatch] 
     """Micro-batches of a step that has `all_batches`, by default these alone."""
     loss_tokens = sum(int((batch.labels != -100).sum()) for batch in all_batches or batches)
     return StepBatch(list(batches), samples=0, tokens=0, loss_tokens=loss_tokens, padding=0, first_sample=0)
+
+
+def single_process_runner(folder: Path, device: torch.device, precision: Precision, **execution: Any) -> Runner:
+    """The model as one process trains it: without a mesh."""
+    builder = ModelBuilder(device, PARAM_DTYPE[precision], COMPUTE_DTYPE[precision])
+    options = ExecutionOptions(packed=True, **execution)
+    return build_runner(load_model(folder, device, COMPUTE_DTYPE[precision], options, builder), builder, packed=True)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from parity import distance, relative
 from precision import (
@@ -29,6 +30,7 @@ from precision import (
     make_optimizer,
     open_runner,
     random_sequences,
+    single_process_runner,
     step_batch,
     sum_of_micro_batches,
     take_gradients,
@@ -41,7 +43,7 @@ from torchstone.data.loader import StepBatch
 from torchstone.parallel.fsdp import Precision, mixed_precision_policy
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
-from torchstone.training.step import compute_gradients
+from torchstone.training.step import compute_gradients, optimizer_step
 
 CPU = torch.device("cpu")
 # Of a step, and on each of two data-parallel ranks.
@@ -70,6 +72,57 @@ def random_batches(seed: int, count: int = MICRO_BATCHES) -> list[MicroBatch]:
 def rank_batch(runner: Runner, batches: Sequence[MicroBatch]) -> StepBatch:
     """This rank's share of `batches`."""
     return step_batch(batches[runner.ctx.dp_rank :: runner.ctx.dims.dp], batches)
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize(
+        ("family", "variant", "execution"),
+        [
+            ("llama", "grouped", {}),
+            ("llama", "tied", {"fused": ("qkv", "gate_up")}),
+            ("gemma2", "caps", {"recompute": "full"}),
+            ("gpt2", "untied", {}),
+            ("qwen3", "biases", {"implementation": "fallback"}),
+        ],
+    )
+    def test_it_computes_what_fsdp2_computes_to_the_last_bit(
+        self, tmp_path: Path, family: str, variant: str, execution: dict[str, Any]
+    ) -> None:
+        folder = make_model(tmp_path, family, variant)
+        ours = train_three_steps(single_process_runner(folder, CPU, "bf16", **execution))
+        with open_runner(folder, CPU, "bf16", {}, **execution) as runner:
+            expected = train_three_steps(runner)
+        assert ours.keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(ours[name], values), name
+            assert values.dtype == torch.float32, name
+
+    def test_it_keeps_one_copy_of_each_weight_and_no_bf16_gradient(self, folder: Path) -> None:
+        runner = single_process_runner(folder, CPU, "bf16")
+        compute_gradients(runner, step_batch(random_batches(0)), 1)
+        masters, copies = dict(runner.model.named_parameters()), dict(runner.model.module.named_parameters())
+        assert masters.keys() == copies.keys()
+        assert {copy.dtype for copy in copies.values()} == {torch.bfloat16}
+        assert all(
+            copy.grad is None and master.grad is not None
+            for copy, master in zip(copies.values(), masters.values(), strict=True)
+        )
+
+
+def train_three_steps(runner: Runner) -> Tensors:
+    """The losses and gradients of three steps, and the weights after them."""
+    optimizer, values = make_optimizer(runner), Tensors()
+    for step in range(3):
+        result = compute_gradients(runner, step_batch(random_batches(step)), step + 1)
+        values[f"loss {step}"] = torch.tensor([result.loss, result.grad_norm])
+        values |= {f"{name} {step}": full_copy(p.grad) for name, p in runner.model.named_parameters()}
+        optimizer_step(runner, optimizer, result, step + 1, LEARNING_RATE, 1.0)
+    return values | {name: full_copy(p) for name, p in runner.model.named_parameters()}
+
+
+def full_copy(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 class TestDtypes:
