@@ -47,8 +47,9 @@ from torchstone.models.decoder import Fusion
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
 from torchstone.observe.metrics import MetricsFile, read_metrics
+from torchstone.optim.adamw import AdamW
 from torchstone.optim.build import build_optimizer
-from torchstone.optim.clip import clip_grads_with_norm_, squared_norm
+from torchstone.optim.clip import clip_coefficient, squared_norms
 from torchstone.optim.schedule import lr_at_step, schedule_warnings
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.parallel.runner import Runner
@@ -173,10 +174,10 @@ class TestGradientStep:
         parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
         parameters[0].grad = torch.tensor([3.0, 0.0, 0.0])
         parameters[1].grad = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
-        squares = squared_norm([p.grad for p in parameters])
+        squares = squared_norms([p.grad for p in parameters])
         assert squares.dtype == torch.float64
-        assert squares.item() == pytest.approx(25.0)
-        clip_grads_with_norm_(parameters, 1.0, squares.item() ** 0.5)
+        assert squares.tolist() == pytest.approx([9.0, 16.0])
+        AdamW([{"params": parameters}]).clip_and_step(clip_coefficient(squares.sum(), 1.0))
         assert torch.cat([p.grad.flatten() for p in parameters]).norm().item() == pytest.approx(1.0, rel=1e-5)
 
     @pytest.mark.parametrize("limit", [0.0, 100.0])
@@ -184,7 +185,7 @@ class TestGradientStep:
         parameter = nn.Parameter(torch.zeros(4))
         parameter.grad = torch.tensor([1.1, -2.2, 3.3, 0.1])
         before = parameter.grad.clone()
-        clip_grads_with_norm_([parameter], limit, squared_norm([parameter.grad]).item() ** 0.5)
+        AdamW([{"params": [parameter]}]).clip_and_step(clip_coefficient(squared_norms([parameter.grad]).sum(), limit))
         assert torch.equal(parameter.grad, before)
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -16,7 +16,7 @@ from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shar
 from torchstone.checkpoint.tensor_files import name_damaged_file, open_tensor_file
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.model import Model
-from torchstone.optim.build import MOMENTS, STEP
+from torchstone.optim.adamw import MOMENTS, STEP
 from torchstone.parallel.local_shards import local_shards, unfused_names
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 

@@ -2,7 +2,7 @@
 
 The arithmetic is that of FSDP2's policy (parallel/fsdp.py), to the last bit: the gradient of each micro-batch is
 computed in bf16 and summed in fp32. What FSDP2 does besides (gathering, reducing, copies into buffers) is left out; the
-only cost is one cast of the weights per step.
+only cost is one cast of the weights per step, by the optimizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MasterWeights:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.parameters = dict(module.named_parameters())
-        self._copies = {
+        self.copies = {
             master: nn.Parameter(master.detach().to(dtype), master.requires_grad) for master in self.parameters.values()
         }
         # A tied parameter is in several places.
@@ -28,14 +28,11 @@ class MasterWeights:
             for submodule in module.modules()
             for name, parameter in submodule.named_parameters(recurse=False)
         ]
-        for master, copy in self._copies.items():
-            copy.register_post_accumulate_grad_hook(_AddGradient(master))
+        for master, copy in self.copies.items():
+            # On CUDA the gradient of a single micro-batch stays in bf16.
+            master.grad_dtype = None
+            copy.register_post_accumulate_grad_hook(_MoveGradient(master))
         self._install(copies=True)
-
-    @torch.no_grad()
-    def update_copies(self) -> None:
-        """Call it after every change of the master weights."""
-        torch._foreach_copy_(list(self._copies.values()), list(self._copies))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -48,18 +45,24 @@ class MasterWeights:
 
     def _install(self, copies: bool) -> None:
         for submodule, name, master in self._places:
-            setattr(submodule, name, self._copies[master] if copies else master)
+            setattr(submodule, name, self.copies[master] if copies else master)
 
 
-class _AddGradient:
-    """Moves the gradient of a micro-batch to the master weight."""
+class _MoveGradient:
+    """Adds the gradient of a micro-batch to that of the master weight, in fp32."""
 
     def __init__(self, master: nn.Parameter) -> None:
         self.master = master
 
     def __call__(self, copy: nn.Parameter) -> None:
-        if self.master.grad is None:
-            self.master.grad = copy.grad.to(self.master.dtype)
+        gradient, total = copy.grad, self.master.grad
+        assert gradient is not None
+        if total is not None:
+            total = total.to(self.master.dtype)
+            total += gradient
+        elif gradient.is_cuda:
+            # The optimizer's kernel reads bf16 as well.
+            total = gradient
         else:
-            self.master.grad += copy.grad
-        copy.grad = None
+            total = gradient.to(self.master.dtype)
+        self.master.grad, copy.grad = total, None

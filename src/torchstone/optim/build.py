@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import nn
 
 from torchstone.config.schema import OptimConfig
-
-# The state of AdamW: a scalar, and tensors that are shaped like the parameter.
-STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+from torchstone.optim.adamw import AdamW
 
 
 def parameter_kind(name: str, parameter: nn.Parameter, kinds: Mapping[str, str]) -> str:
@@ -23,8 +20,11 @@ def parameter_kind(name: str, parameter: nn.Parameter, kinds: Mapping[str, str])
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig, kinds: Mapping[str, str]
-) -> torch.optim.AdamW:
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    optim: OptimConfig,
+    kinds: Mapping[str, str],
+    copies: Mapping[nn.Parameter, nn.Parameter] | None = None,
+) -> AdamW:
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     for name, parameter in named_parameters:
@@ -33,10 +33,5 @@ def build_optimizer(
         {"params": decay, "weight_decay": optim.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.learning_rate,
-        betas=optim.betas,
-        eps=optim.eps,
-        fused=True,
-    )
+    used = [group for group in groups if group["params"]]
+    return AdamW(used, copies, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -14,19 +15,40 @@ from torch import Tensor
 from torchstone.checkpoint.save import hf_name
 from torchstone.errors import NumericalError, OutOfMemoryError, is_out_of_memory
 from torchstone.heartbeat import read_int_variable
-from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.local_shards import local_shards, unfused_names
 from torchstone.parallel.runner import Runner
 
 ALL_FINITE = "all gradients are finite"
 WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"
 
 
-def check_finite(step: int, loss: float, grad_norm: float, runner: Runner) -> None:
+class StepNumbers(Protocol):
+    """See StepResult in training/step.py."""
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def grad_norm(self) -> float: ...
+
+    @property
+    def non_finite(self) -> list[str]: ...
+
+
+def check_finite(step: int, numbers: StepNumbers, runner: Runner) -> None:
     """Raises if loss or norm is not finite. Both are the same on all ranks, so all ranks raise, or none."""
+    loss, grad_norm = numbers.loss, numbers.grad_norm
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
-    gradients = [(name, p.grad, "") for name, p in runner.model.named_parameters() if p.grad is not None]
-    names = _non_finite_names(runner, gradients)
+    model = runner.model
+    gradients = [(name, p.grad, "") for name, p in model.named_parameters() if p.grad is not None]
+    if gradients:
+        names = _non_finite_names(runner, gradients)
+    else:
+        # The gradients are gone, but not their norms.
+        parameters = dict(model.named_parameters())
+        unfused = (unfused_names(model.decoder_config, name, parameters[name]) for name in numbers.non_finite)
+        names = _merge_names(runner, [hf_name(model, name) for names in unfused for name in names])
     summary = f"{len(names)} gradients are not finite, such as {', '.join(names[:3])}" if names else ALL_FINITE
     raise NumericalError(
         f"step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}; stopped before the weights were updated",
@@ -68,7 +90,11 @@ def _non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]
                 names.append(f"{hf_name(model, shard.name)}{label}")
     # One transfer from the device.
     is_finite = torch.stack(flags).tolist() if flags else []
-    own = [name for name, finite in zip(names, is_finite, strict=True) if not finite]
+    return _merge_names(runner, [name for name, finite in zip(names, is_finite, strict=True) if not finite])
+
+
+def _merge_names(runner: Runner, own: list[str]) -> list[str]:
+    """The names of all ranks, each once."""
     return list(dict.fromkeys(name for rank in runner.ctx.all_gather_object(own) for name in rank))
 
 

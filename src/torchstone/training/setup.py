@@ -83,7 +83,9 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds())
+    runner = build_runner(model, builder, data.packed)
+    copies = None if model.master_weights is None else model.master_weights.copies
+    optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), copies)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
@@ -110,7 +112,6 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
         "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
     }
-    runner = build_runner(model, builder, data.packed)
     run = Run(
         config, model, tokenizer, data, optimizer, runner, schedule, progress, console, checkpoint_info, checkpoint
     )

@@ -7,26 +7,58 @@ tokens contributes zero. One all-reduce per step sums loss, squared gradient nor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from torchstone.data.loader import StepBatch
 from torchstone.errors import DataError
-from torchstone.optim.clip import clip_grads_with_norm_, squared_norm
+from torchstone.optim.adamw import AdamW
+from torchstone.optim.clip import clip_coefficient, squared_norms
 from torchstone.parallel.local_shards import is_owner
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_finite
 
 
-@dataclass(frozen=True)
 class StepResult:
-    """The loss, the gradient norm before clipping, and the number of padding tokens computed, over all ranks."""
+    """The numbers of a step, over all ranks. They are copied from the device when they are known, and reading one waits
+    for that copy, not for what the device does next."""
 
-    loss: float
-    grad_norm: float
-    padding: int = 0
+    def __init__(self, sums: Tensor, loss_tokens: int, names: list[str], own_squared_norms: Tensor) -> None:
+        """`sums`: the loss sum, the squared gradient norm, the padding. `names`: of this rank's gradients."""
+        self.sums, self.loss_tokens, self.names = sums, loss_tokens, names
+        self._tensors = [_copy_to_host(tensor) for tensor in (sums, own_squared_norms)]
+        self._event = torch.cuda.Event() if sums.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    @cached_property
+    def _values(self) -> list[list[float]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [tensor.tolist() for tensor in self._tensors]
+
+    @property
+    def loss(self) -> float:
+        return self._values[0][0] / self.loss_tokens
+
+    @property
+    def grad_norm(self) -> float:
+        """Before clipping."""
+        return self._values[0][1] ** 0.5
+
+    @property
+    def padding(self) -> int:
+        """The number of padding tokens computed."""
+        return round(self._values[0][2])
+
+    @property
+    def non_finite(self) -> list[str]:
+        """The names of this rank's gradients that are not finite."""
+        return [name for name, norm in zip(self.names, self._values[1], strict=True) if not math.isfinite(norm)]
 
 
 def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult:
@@ -40,35 +72,35 @@ def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult
     loss_sum = runner.forward_backward(batch.micro_batches, batch.loss_tokens)
     model, ctx = runner.model, runner.ctx
     # A replicated gradient counts on one rank only.
-    gradients = [
-        parameter.grad
+    gradients = {
+        name: parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and is_owner(model.decoder_config, name, parameter)
-    ]
+    }
+    norms = squared_norms(gradients.values())
     # Ranks that differ only in pp or tp have the same rows.
     padding = torch.full_like(loss_sum, batch.padding if ctx.pp_rank == ctx.tp_rank == 0 else 0)
-    global_sums = ctx.all_reduce_sum(torch.stack([loss_sum, squared_norm(gradients).to(loss_sum), padding]))
-    total_loss, total_squared_norm, total_padding = global_sums.tolist()
-    return StepResult(total_loss / batch.loss_tokens, total_squared_norm**0.5, round(total_padding))
+    sums = ctx.all_reduce_sum(torch.stack([loss_sum, norms.sum().to(loss_sum), padding]))
+    return StepResult(sums, batch.loss_tokens, list(gradients), norms)
 
 
 def optimizer_step(
-    runner: Runner,
-    optimizer: torch.optim.Optimizer,
-    result: StepResult,
-    step: int,
-    learning_rate: float,
-    max_grad_norm: float,
+    runner: Runner, optimizer: AdamW, result: StepResult, step: int, learning_rate: float, max_grad_norm: float
 ) -> None:
-    """Checks, clips and applies the gradients, and clears them."""
-    check_finite(step, result.loss, result.grad_norm, runner)
-    clip_grads_with_norm_((p for _, p in runner.model.named_parameters()), max_grad_norm, result.grad_norm)
+    """Clips and applies the gradients, and clears them. If they are not finite, a CPU raises; on CUDA nothing is
+    applied, and `check_finite` raises when the numbers are read."""
+    if runner.device.type == "cpu":
+        check_finite(step, result, runner)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.step()
+    optimizer.clip_and_step(clip_coefficient(result.sums[1], max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
-    if runner.model.master_weights is not None:
-        runner.model.master_weights.update_copies()
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def validation_loss(runner: Runner, batches: Iterable[StepBatch]) -> tuple[float, int]:

@@ -1,0 +1,71 @@
+"""AdamW as torch computes it, with a kernel of ours on CUDA.
+
+The kernel reads a gradient once, in bf16 or fp32, scales it by the clipping coefficient, updates the parameter and its
+moments, and writes the bf16 copy that the next step computes with. torch's fused kernel needs an fp32 gradient, and
+casting, clipping and copying are passes of their own; together they take twice as long. If the coefficient is NaN,
+nothing changes: the decision is made on the device, and the host reads the numbers later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# The state: a scalar, and tensors that are shaped like the parameter.
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(torch.optim.AdamW):
+    """`copies` maps parameters to copies of another dtype, which every update writes as well."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        copies: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, fused=True, **options)
+        self.copies = copies or {}
+        # The number of updates, so that no step reads it back from the device.
+        self._steps: dict[nn.Parameter, int] = {}
+
+    @torch.no_grad()
+    def clip_and_step(self, coefficient: Tensor) -> None:
+        """Multiplies the gradients by `coefficient` and updates the parameters."""
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        if all(p.is_cuda for _, parameters in groups for p in parameters):
+            for group, parameters in groups:
+                self._update(group, parameters, coefficient)
+            return
+        gradients = [_local(p.grad) for _, parameters in groups for p in parameters]
+        if gradients and coefficient < 1:
+            torch._foreach_mul_(gradients, coefficient.item())
+        self.step()
+        if self.copies:
+            torch._foreach_copy_(list(self.copies.values()), list(self.copies))
+
+    def _update(self, group: dict[str, Any], parameters: list[nn.Parameter], coefficient: Tensor) -> None:
+        from torchstone.optim.adamw_kernel import update
+
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state[STEP] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state |= {key: torch.zeros_like(parameter) for key in MOMENTS}
+            if parameter not in self._steps:
+                self._steps[parameter] = int(state[STEP])
+            step = self._steps[parameter] = self._steps[parameter] + 1
+            copy = self.copies.get(parameter, parameter)
+            tensors = [_local(t) for t in (parameter, parameter.grad, *(state[key] for key in MOMENTS), copy)]
+            update(tensors, coefficient, group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
+        if parameters:
+            torch._foreach_add_([self.state[parameter][STEP] for parameter in parameters], 1)
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
