@@ -33,7 +33,7 @@ from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
-from torchstone.training.checks import check_saved_state, translate_out_of_memory
+from torchstone.training.checks import check_finite, check_saved_state, translate_out_of_memory
 from torchstone.training.sample_text import Prompt, generate_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
@@ -101,6 +101,13 @@ class Run:
         is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
         self.stop_request.local_save = self.ctx.is_main and is_due
 
+    def should_stop(self) -> bool:
+        """What `sync_stop_request` returned last; in a single process, what it returns now."""
+        request = self.stop_request
+        if self.ctx.world_size == 1:
+            self.sync_stop_request()
+        return request.signal is not None or request.reason is not None
+
     def sync_stop_request(self) -> bool:
         """Makes `stop_request` the same on all ranks, which must call it at the same point; returns whether to stop."""
         return self.stop_request.sync(self.ctx)
@@ -143,47 +150,112 @@ class TrainResult:
 
 
 def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
-    """Trains to the end of the run. A signal saves a checkpoint and raises `StoppedBySignal`."""
-    progress, schedule, optim = run.progress, run.schedule, run.config.optim
+    """Trains to the end of the run. A signal saves a checkpoint and raises `StoppedBySignal`.
+
+    On CUDA the host prepares the next step while the device computes: the numbers of a step are read after the next one
+    was started, unless something needs them at once.
+    """
+    progress, schedule = run.progress, run.schedule
     with _training_session(run, callbacks) as metrics_file:
+        log = _StepLog(run, callbacks, metrics_file)
         # A signal interrupted the validation of this step: repeat it.
-        metrics = progress.pending_metrics or {}
         if progress.pending_metrics is not None:
-            progress.pending_metrics = None
-            _validate_log_save(run, callbacks, metrics_file, metrics)
-        start_time = time.perf_counter()
+            log.metrics, progress.pending_metrics = progress.pending_metrics, None
+            _validate_log_save(run, callbacks, metrics_file, log.metrics)
+        run.sync_stop_request()
+        log.restart_clock()
         for batch in run.data.batches(
             run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp
         ):
-            if run.sync_stop_request() or schedule.is_done(progress):
+            if run.should_stop() or schedule.is_done(progress):
                 break
-            step = progress.step + 1
-            report_phase(f"computing step {step}", step)
-            run.stop_request.step = step
-            lr = lr_at_step(progress.step, schedule.total_steps, optim)
-            result = compute_gradients(run.runner, batch, step)
-            optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
-            progress.step = step
-            progress.samples += batch.samples
-            progress.tokens += batch.tokens
-            progress.loss_tokens += batch.loss_tokens
-            metrics = _step_metrics(run, batch, result, lr, time.perf_counter() - start_time)
-            for callback in callbacks:
-                callback.on_step(run, metrics)
-            report_phase(f"waiting for the other ranks after step {step}")
+            log.add(_start_step(run, batch))
+            report_phase(f"waiting for the other ranks after step {progress.step}")
             run.request_save_if_due()
             run.sync_stop_request()
-            run.eta.add_step(time.perf_counter() - start_time, batch.tokens)
-            _validate_log_save(run, callbacks, metrics_file, metrics)
-            start_time = time.perf_counter()
-            report_phase(f"waiting for the batch of step {step + 1}")
+            if not log.is_delayed or _is_due(run, batch.samples):
+                log.read()
+                _validate_log_save(run, callbacks, metrics_file, log.metrics)
+                log.restart_clock()
+            report_phase(f"waiting for the batch of step {progress.step + 1}")
+        log.write()
         run.sync_stop_request()
         if run.stop_request.signal is not None:
             _save_and_raise(run, callbacks, metrics_file)
     for callback in callbacks:
         callback.on_end(run)
     stopped = run.stop_request.reason or run.early_stop_reason
-    return TrainResult(progress.step, run.checkpoint, metrics.get("loss"), metrics.get("val_loss"), stopped)
+    return TrainResult(progress.step, run.checkpoint, log.metrics.get("loss"), log.metrics.get("val_loss"), stopped)
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step whose numbers may not be known yet, and the progress after it."""
+
+    step: int
+    batch: StepBatch
+    result: StepResult
+    lr: float
+    epoch: float
+    total_tokens: int
+
+
+def _start_step(run: Run, batch: StepBatch) -> StartedStep:
+    progress, optim = run.progress, run.config.optim
+    step = progress.step + 1
+    report_phase(f"computing step {step}", step)
+    run.stop_request.step = step
+    lr = lr_at_step(progress.step, run.schedule.total_steps, optim)
+    result = compute_gradients(run.runner, batch, step)
+    optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
+    progress.step = step
+    progress.samples += batch.samples
+    progress.tokens += batch.tokens
+    progress.loss_tokens += batch.loss_tokens
+    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens)
+
+
+class _StepLog:
+    """Reads the numbers of steps and writes their metrics. `metrics` are those of the last step that was read.
+
+    `is_delayed`: a step's numbers are read when the next one has been started. A callback gets them at once.
+    """
+
+    def __init__(self, run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> None:
+        self.run, self.callbacks, self.metrics_file = run, callbacks, metrics_file
+        has_callback = any(type(callback).on_step is not Callback.on_step for callback in callbacks)
+        self.is_delayed = run.device.type == "cuda" and not has_callback
+        self.metrics: dict[str, Any] = {}
+        self._started: StartedStep | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self._clock = time.perf_counter()
+
+    def add(self, started: StartedStep) -> None:
+        self.write()
+        self._started = started
+        if not self.is_delayed:
+            self.read()
+
+    def read(self) -> None:
+        """Waits for the numbers of the last step, if they have not been read."""
+        started, self._started = self._started, None
+        if started is None:
+            return
+        check_finite(started.step, started.result, self.run.runner)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self.metrics = _step_metrics(self.run, started, seconds)
+        self.run.eta.add_step(seconds, started.batch.tokens)
+        for callback in self.callbacks:
+            callback.on_step(self.run, self.metrics)
+
+    def write(self) -> None:
+        """Reads the last step, and writes its metrics, if that has not been done."""
+        if self._started is not None:
+            self.read()
+            _write_metrics(self.run, self.metrics_file, self.metrics)
 
 
 @contextmanager
@@ -246,8 +318,7 @@ def _validate_log_save(
             return
     if run.early_stop_reason is not None:
         metrics["stopped"] = run.early_stop_reason
-    metrics_file.write(metrics)
-    run.console.step(metrics, run.eta_seconds())
+    _write_metrics(run, metrics_file, metrics)
     _log_samples(run)
     if run.early_stop_reason is not None:
         run.console.info(f"stopping early: {run.early_stop_reason}")
@@ -255,6 +326,24 @@ def _validate_log_save(
     is_due = schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run))
     if is_due or is_best or run.stop_request.save:
         _save_checkpoint(run, callbacks, metrics_file)
+
+
+def _write_metrics(run: Run, metrics_file: MetricsFile, metrics: dict[str, Any]) -> None:
+    metrics_file.write(metrics)
+    run.console.step(metrics, run.eta_seconds())
+
+
+def _is_due(run: Run, step_samples: int) -> bool:
+    """Whether anything but the next step comes after this one: validation, samples, a checkpoint, the end."""
+    schedule, progress, every = run.schedule, run.progress, run.config.observe.sample_every_steps
+    is_final = _is_final_step(run) or run.stop_request.signal is not None
+    events = (schedule.validation, schedule.checkpoint)
+    return (
+        is_final
+        or run.stop_request.save
+        or (every is not None and progress.step % every == 0)
+        or any(schedule.is_due(event, progress, step_samples, is_final) for event in events)
+    )
 
 
 def _log_samples(run: Run) -> None:
@@ -273,16 +362,16 @@ def _is_final_step(run: Run) -> bool:
     return run.schedule.is_done(run.progress) or run.stop_request.reason is not None
 
 
-def _step_metrics(run: Run, batch: StepBatch, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
-    counts = run.data.counts
+def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, Any]:
+    counts, batch = run.data.counts, started.batch
     return {
-        "step": run.progress.step,
-        "loss": result.loss,
-        "lr": lr,
-        "grad_norm": result.grad_norm,
+        "step": started.step,
+        "loss": started.result.loss,
+        "lr": started.lr,
+        "grad_norm": started.result.grad_norm,
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,
-        "padding": result.padding,
+        "padding": started.result.padding,
         "bad_rows": counts.bad_rows,
         "dropped_rows": counts.dropped,
         "truncated_rows": counts.truncated_long,
@@ -290,8 +379,8 @@ def _step_metrics(run: Run, batch: StepBatch, result: StepResult, lr: float, sec
         "cropped_tokens": counts.cropped_tokens,
         "samples": batch.samples,
         "micro_batches": len(batch.micro_batches),
-        "epoch": run.epoch,
-        "total_tokens": run.progress.tokens,
+        "epoch": started.epoch,
+        "total_tokens": started.total_tokens,
         "tok_s": batch.tokens / seconds,
         "step_s": seconds,
         "memory": memory_bytes(run.device),
