@@ -27,9 +27,20 @@ class MicroBatch(NamedTuple):
     doc_ids: Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
-        if device.type == "cpu":
-            return self
-        return MicroBatch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
+        return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in self))
+
+    def pin_memory(self) -> MicroBatch:
+        """A copy in memory that a GPU can read while the host goes on."""
+        return MicroBatch(*(tensor.pin_memory() for tensor in self))
+
+    def document_sizes(self) -> tuple[int, int]:
+        """The number of documents in all rows, and the length of the longest. Padding is a document."""
+        rows, length = self.doc_ids.shape
+        is_start: np.ndarray = np.ones((rows, length), dtype=bool)
+        doc_ids = self.doc_ids.numpy()
+        is_start[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+        starts = np.append(is_start.ravel().nonzero()[0], rows * length)
+        return len(starts) - 1, int(np.diff(starts).max())
 
 
 def collate(rows: list[list[TokenSequence]], pad_id: int, multiple: int = LENGTH_MULTIPLE) -> MicroBatch:

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,13 @@ class RunData:
         ]
 
     def batches(
-        self, config: Config, consumed_samples: int, last_sample: int | None, dp_rank: int = 0, dp: int = 1
+        self,
+        config: Config,
+        consumed_samples: int,
+        last_sample: int | None,
+        dp_rank: int = 0,
+        dp: int = 1,
+        pin_memory: bool = False,
     ) -> Iterator[StepBatch]:
         """Yields the batches of steps after `consumed_samples`. The last may be smaller, to end at `last_sample`."""
         sampler = self.sampler(config.training.seed, config.data.shuffle, consumed_samples)
@@ -108,7 +114,9 @@ class RunData:
                 yield first, sampler.take(size)
 
         def build(draw: tuple[int, np.ndarray]) -> StepBatch:
-            return self.step_batch(self.train, draw[1], draw[0], dp_rank, dp)
+            batch = self.step_batch(self.train, draw[1], draw[0], dp_rank, dp)
+            pinned = [m.pin_memory() for m in batch.micro_batches] if pin_memory else batch.micro_batches
+            return replace(batch, micro_batches=pinned)
 
         return _build_ahead(build, draws(), config.data.num_workers)
 

@@ -72,6 +72,13 @@ class AttentionMask(NamedTuple):
     """FlexAttention's BlockMask."""
 
 
+class DocumentLimits(NamedTuple):
+    """Upper bounds on the number and length of the documents in a batch. With them no kernel waits for the device."""
+
+    documents: int
+    length: int
+
+
 class KVCache:
     """Keys, values and doc_ids of the tokens read so far, for generation."""
 
@@ -98,6 +105,7 @@ def build_masks(
     doc_ids_BT: Tensor | None,
     positions_BT: Tensor,
     kv_cache: KVCache | None,
+    limits: DocumentLimits | None = None,
 ) -> dict[tuple[AttentionBackend, int | None], AttentionMask]:
     """Returns a batch's mask for every kind of layer (backend, window). With a cache it is always an `attn_mask`."""
     if kv_cache is not None:
@@ -108,7 +116,7 @@ def build_masks(
     masks = {}
     for backend, window in kinds:
         if backend in VARLEN_BACKENDS:
-            mask = _varlen_mask(doc_ids_BT, positions_BT)
+            mask = _varlen_mask(doc_ids_BT, positions_BT, limits)
         elif backend == "flex":
             mask = AttentionMask(block_mask=_flex_block_mask(doc_ids_BT, positions_BT, window))
         elif doc_ids_BT is None and (window is None or window >= positions_BT.shape[1]):
@@ -245,21 +253,29 @@ def _eager_attention(
     return scores.softmax(dim=-1, dtype=torch.float32).to(q_BHTE.dtype) @ v_BHSE
 
 
-def _varlen_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor) -> AttentionMask:
-    """All rows as one sequence of B x T tokens: a document starts at every row and wherever the doc_id changes."""
+def _varlen_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor, limits: DocumentLimits | None) -> AttentionMask:
+    """All rows as one sequence of B x T tokens: a document starts at every row and wherever the doc_id changes.
+
+    With fewer documents than `limits` allow, the last ones are empty.
+    """
     B, T = positions_BT.shape
     if doc_ids_BT is None:
         cu_seqlens = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=positions_BT.device)
         return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=T)
     is_start = torch.ones_like(doc_ids_BT, dtype=torch.bool)
     is_start[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
-    starts = is_start.flatten().nonzero().flatten()
-    cu_seqlens = torch.cat((starts, starts.new_tensor([B * T]))).to(torch.int32)
+    if limits is None:
+        starts = is_start.flatten().nonzero().flatten()
+    else:
+        # nonzero() would wait until the device knows their number.
+        index = torch.arange(B * T, device=doc_ids_BT.device)
+        starts = torch.where(is_start.flatten(), index, B * T).sort().values[: limits.documents]
+    cu_seqlens = torch.cat((starts, starts.new_full((1,), B * T))).to(torch.int32)
     # The number of documents differs from batch to batch.
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     # The kernels only need a bound. Powers of two keep the number of compilations small.
-    max_seqlen = 1 << (int(cu_seqlens.diff().max()) - 1).bit_length()
-    return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=min(max_seqlen, T))
+    longest = limits.length if limits is not None else 1 << (int(cu_seqlens.diff().max()) - 1).bit_length()
+    return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=min(longest, T))
 
 
 def _torch_varlen(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:

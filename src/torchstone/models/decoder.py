@@ -26,6 +26,7 @@ from torchstone.models.attention import (
     AttentionBackend,
     AttentionMask,
     AttentionSpec,
+    DocumentLimits,
     KVCache,
     attend,
     build_masks,
@@ -321,6 +322,8 @@ class Decoder(nn.Module):
         self.config, self.has_embedding, self.has_head = config, layers.start == 0, layers.stop == config.depth
         # The compute dtype, if it may differ from the parameters' dtype (set by parallel/build.py).
         self.compute_dtype: torch.dtype | None = None
+        # Set by parallel/runner.py before every batch, if they are known.
+        self.document_limits: DocumentLimits | None = None
         if self.has_embedding:
             self.tok_embed = nn.Embedding(config.vocab_size, config.width, padding_idx=config.padding_idx)
             if config.has_learned_positions:
@@ -370,7 +373,7 @@ class Decoder(nn.Module):
         ropes = {block.layer_spec.rope for block in blocks if block.layer_spec.rope is not None}
         cos_sin = {rope: rotary_cos_sin(rope, config.head_dim, positions_BT, dtype) for rope in ropes}
         kinds = {(block.attention.spec.backend, block.layer_spec.window) for block in blocks}
-        masks = build_masks(kinds, doc_ids_BT, positions_BT, kv_cache)
+        masks = build_masks(kinds, doc_ids_BT, positions_BT, kv_cache, self.document_limits)
         return [
             LayerInputs(
                 cos_sin.get(block.layer_spec.rope), masks[block.attention.spec.backend, block.layer_spec.window]

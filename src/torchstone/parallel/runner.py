@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torchstone.config.schema import ParallelConfig
 from torchstone.data.collate import MicroBatch
 from torchstone.loss.cross_entropy import token_loss_sum
+from torchstone.models.attention import DocumentLimits
 from torchstone.models.decoder import Decoder
 from torchstone.models.model import Model
 from torchstone.parallel.fsdp import reduces_once_per_step, reshard, set_fsdp_sync
@@ -53,9 +54,12 @@ class Runner:
         self.parallel = parallel or ParallelConfig()
         self.fsdp_roots, self.pipeline = list(fsdp_roots), pipeline
         self._reduces_once = reduces_once_per_step(self.parallel, ctx.dims.dp_shard)
+        # Documents are rarely longer, so that compiled code sees one number.
+        self.usual_length = 0
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""
+        self._limit_documents(batches)
         with self._loss_parallel():
             if self.pipeline is not None:
                 return self._own_share(self.pipeline.forward_backward(batches, self.packed, 1.0 / loss_tokens))
@@ -71,9 +75,11 @@ class Runner:
     @torch.no_grad()
     def forward(self, batches: Iterable[MicroBatch]) -> Tensor:
         """This rank's share of the loss sum, without gradients."""
+        batches = list(batches)
+        self._limit_documents(batches)
         with self._loss_parallel():
             if self.pipeline is not None:
-                return self._own_share(self.pipeline.forward(list(batches), self.packed))
+                return self._own_share(self.pipeline.forward(batches, self.packed))
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             for batch in batches:
                 total += micro_batch_loss(self.model.module, *self._inputs(batch))
@@ -109,6 +115,18 @@ class Runner:
         for root in self.fsdp_roots:
             reshard(root)
 
+    def _limit_documents(self, batches: Sequence[MicroBatch]) -> None:
+        """Tells the decoders what they would otherwise have to ask the device."""
+        if self.device.type == "cpu" or not self.packed or self.pipeline is not None:
+            # A pipeline adds padding of its own.
+            return
+        counts, lengths = zip(*(batch.document_sizes() for batch in batches), strict=True)
+        # Powers of two: few shapes.
+        limits = DocumentLimits(_power_of_two(max(counts)), max(self.usual_length, _power_of_two(max(lengths))))
+        for part in self.model.model_parts:
+            if isinstance(part, Decoder):
+                part.document_limits = limits
+
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         # gloo aborts the process if the ranks' shards of a row have different lengths.
         assert batch.ids.shape[1] % self.ctx.dims.tp == 0, "the row length is not a multiple of parallel.tp"
@@ -120,3 +138,8 @@ class Runner:
 
     def _loss_parallel(self) -> AbstractContextManager[None]:
         return loss_parallel() if self.ctx.dims.tp > 1 else nullcontext()
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()

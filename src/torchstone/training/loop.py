@@ -7,6 +7,7 @@ killed, metrics.jsonl may have lines after the last checkpoint; resuming removes
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
 from torchstone.training.stop import StopRequest, handle_stop_signals
+
+# In steps. Python would collect in the middle of a step, on each rank at another time.
+COLLECT_EVERY = 50
 
 
 @dataclass
@@ -165,8 +169,9 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
         run.sync_stop_request()
         log.restart_clock()
         for batch in run.data.batches(
-            run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp
-        ):
+            run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp,
+            pin_memory=run.device.type == "cuda",
+        ):  # fmt: skip
             if run.should_stop() or schedule.is_done(progress):
                 break
             log.add(_start_step(run, batch))
@@ -177,6 +182,8 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
                 log.read()
                 _validate_log_save(run, callbacks, metrics_file, log.metrics)
                 log.restart_clock()
+            if progress.step % COLLECT_EVERY == 0:
+                gc.collect(1)
             report_phase(f"waiting for the batch of step {progress.step + 1}")
         log.write()
         run.sync_stop_request()
@@ -268,6 +275,10 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     run.model.train()
     run.saved_at = time.monotonic()
     run.console.begin(run.schedule.total_steps, run.progress.step)
+    # The objects made so far are never garbage. Later ones are collected between steps.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     for callback in callbacks:
         callback.on_start(run)
     try:
@@ -275,6 +286,8 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
         with handle_stop_signals(run.stop_request), translate_out_of_memory(activity, run.device):
             yield metrics_file
     finally:
+        gc.enable()
+        gc.unfreeze()
         run.console.end()
         metrics_file.close()
         if run.samples_file is not None:

@@ -84,6 +84,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
     runner = build_runner(model, builder, data.packed)
+    runner.usual_length = config.data.context_length
     copies = None if model.master_weights is None else model.master_weights.copies
     optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), copies)
     if checkpoint is not None:
