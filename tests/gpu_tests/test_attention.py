@@ -16,7 +16,7 @@ from torchstone.errors import UsageError
 from torchstone.models.attention import choose_backend
 
 CUDA = torch.device("cuda")
-BACKENDS = ("sdpa", "flash", "flex", "flash-attn", "fa3")
+BACKENDS = ("sdpa", "flash", "flex", "flash-attn", "fa3", "fa4")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

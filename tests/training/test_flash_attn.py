@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,8 +151,9 @@ class TestChoice:
         [
             ("flash", "model.attention flash runs on CUDA devices, not on cpu"),
             ("flex", "model.attention flex runs on CUDA devices"),
-            ("flash-attn", "model.attention flash-attn needs the package flash_attn, which is not installed"),
-            ("fa3", "model.attention fa3 needs the package flash_attn_interface, which is not installed"),
+            ("flash-attn", "model.attention flash-attn needs the package flash-attn, which is not installed"),
+            ("fa3", "model.attention fa3 needs the package flash-attn-3, which is not installed"),
+            ("fa4", "model.attention fa4 needs the package flash-attn-4, which is not installed"),
         ],
     )
     def test_a_backend_that_cannot_run_is_refused_with_those_that_can(self, requested: str, expected: str) -> None:
@@ -188,12 +190,17 @@ class TestChoice:
 
 
 class TestPackages:
-    """flash-attn 2 and 3 are not installed here; a stand-in has their documented signature."""
+    """The flash-attn packages are not installed here; a stand-in has the signature of each."""
 
-    @pytest.fixture(params=["flash-attn", "fa3"])
+    @pytest.fixture(params=["flash-attn", "fa3", "fa4"])
     def backend(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-        module = ModuleType(attention.BACKEND_PACKAGES[request.param])
-        module.flash_attn_varlen_func = flash_attn_stand_in(returns_pair=request.param == "fa3")  # type: ignore[attr-defined]
+        module = ModuleType(attention.BACKEND_MODULES[request.param])
+        if request.param == "fa4":
+            module.__dict__.update(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward)
+            monkeypatch.setattr("torchstone.models.flash_attention_4._interface", lambda: module)
+        else:
+            function = flash_attn_stand_in(returns_pair=request.param == "fa3")
+            module.__dict__.update(flash_attn_varlen_func=function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         load_kernel.cache_clear()
         yield request.param
@@ -206,11 +213,62 @@ class TestPackages:
     def test_auto_takes_an_installed_package_for_packed_rows(
         self, backend: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        installed = attention.BACKEND_PACKAGES[backend]
+        installed = attention.BACKEND_MODULES[backend]
         monkeypatch.setattr(attention, "find_spec", lambda name: True if name == installed else None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         assert choose_backend("auto", True, None, None, 64, CUDA, BF16).backend == backend
-        assert choose_backend("auto", False, None, None, 64, CUDA, BF16).backend == "sdpa"
+        one_document = choose_backend("auto", False, None, None, 64, CUDA, BF16).backend
+        assert one_document == ("fa4" if backend == "fa4" else "sdpa")
+
+    def test_fa4_is_one_node_of_a_compiled_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = ModuleType("interface")
+        module.__dict__.update(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward)
+        monkeypatch.setattr("torchstone.models.flash_attention_4._interface", lambda: module)
+        expected = [run_attention(case, "eager", CPU) for case in CASES.values()]
+        monkeypatch.setattr("attention_cases.attend", torch.compile(attend, fullgraph=True, backend="aot_eager"))
+        for case, values in zip(CASES.values(), expected, strict=True):
+            torch.compiler.reset()
+            assert max_distance(run_attention(case, "fa4", CPU), values) <= 1e-6
+
+    def test_fa4_needs_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention, "find_spec", lambda name: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        with pytest.raises(UsageError, match="needs a GPU of the Hopper or Blackwell generation"):
+            choose_backend("fa4", False, None, None, 64, CUDA, BF16)
+
+
+def fa4_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, window_size_left: int | None,
+    softcap: float, return_lse: bool, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """_flash_attn_fwd of flash-attn-4: rows, or one sequence with cu_seqlens."""
+    assert return_lse
+    window = (-1 if window_size_left is None else window_size_left, 0)
+    rows, length = q.shape[:2]
+    if cu_seqlens_q is None:
+        cu_seqlens_q = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+    bound = int(cu_seqlens_q.diff().max()) if max_seqlen_q is None else max_seqlen_q
+    function = flash_attn_stand_in(returns_pair=False)
+    out = function(*flat, cu_seqlens_q, cu_seqlens_q, bound, bound, softmax_scale, causal, window, softcap)
+    is_flat = q.dim() == 3
+    lse = q.new_zeros((q.shape[1], rows) if is_flat else (rows, q.shape[2], length), dtype=torch.float32)
+    return out.reshape(q.shape), lse, None, None, None  # type: ignore[return-value]
+
+
+def fa4_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float, causal: bool,
+    softcap: float, **lengths: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def compute() -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        options = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap, "return_lse": True}
+        return torch.autograd.grad(fa4_forward(*leaves, **options, **lengths)[0], leaves, dout)
+
+    # Inside of an operator there is no autograd, except in another thread.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(compute).result()
 
 
 def flash_attn_stand_in(returns_pair: bool) -> Callable[..., Any]:

@@ -106,7 +106,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run code from the folder of model.path, for models that are not in Transformers."""
 
-    attention: Literal["auto", "sdpa", "flash", "flex", "eager", "flash-attn", "fa3"] = "auto"
+    attention: Literal["auto", "sdpa", "flash", "flex", "eager", "flash-attn", "fa3", "fa4"] = "auto"
     """Attention kernel; auto selects the fastest one that separates packed documents, and logs it."""
 
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()

@@ -9,6 +9,7 @@ sliding window. All backends give the same result:
 | sdpa | no mask if a row is one document, otherwise a [T, T] mask | anywhere; no soft cap |
 | flash | cu_seqlens: torch's variable-length kernel | CUDA, bf16 or fp16; no soft cap |
 | flash-attn, fa3 | cu_seqlens: the flash-attn packages | where installed; soft caps too |
+| fa4 | none, or cu_seqlens: the package flash-attn-4 | Hopper and Blackwell, where installed; soft caps too |
 | flex | block mask, compiled | CUDA; soft caps too |
 
 `build_masks` computes what a backend needs to know about a batch, once for all layers and outside of compiled code.
@@ -32,13 +33,20 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from torchstone.errors import UsageError
+from torchstone.models.flash_attention_4 import flash_attention
 
-AttentionBackend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3"]
+AttentionBackend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3", "fa4"]
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 # The doc_id of padding.
 PADDING_DOC_ID = -1
-VARLEN_BACKENDS = ("flash", "flash-attn", "fa3")
-BACKEND_PACKAGES = {"flash-attn": "flash_attn", "fa3": "flash_attn_interface"}
+VARLEN_BACKENDS = ("flash", "flash-attn", "fa3", "fa4")
+# A module of each package: flash-attn-4 is a part of the namespace flash_attn.
+BACKEND_MODULES = {
+    "flash-attn": "flash_attn.flash_attn_interface",
+    "fa3": "flash_attn_interface",
+    "fa4": "flash_attn.cute.interface",
+}
+BACKEND_PACKAGES = {"flash-attn": "flash-attn", "fa3": "flash-attn-3", "fa4": "flash-attn-4"}
 # From torch 2.12 on.
 VARLEN_SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -115,7 +123,9 @@ def build_masks(
         return {kind: AttentionMask(attn_mask=build_attn_mask(doc_ids_BT, key_doc_ids_BS, kind[1])) for kind in kinds}
     masks = {}
     for backend, window in kinds:
-        if backend in VARLEN_BACKENDS:
+        if backend == "fa4" and doc_ids_BT is None:
+            mask = AttentionMask()
+        elif backend in VARLEN_BACKENDS:
             mask = _varlen_mask(doc_ids_BT, positions_BT, limits)
         elif backend == "flex":
             mask = AttentionMask(block_mask=_flex_block_mask(doc_ids_BT, positions_BT, window))
@@ -164,8 +174,10 @@ def load_kernel(backend: AttentionBackend) -> Kernel | None:
     """Returns a backend's own kernel, or None; imports it once per process. Never called in compiled code."""
     if backend == "flash":
         return _torch_varlen
-    if backend in BACKEND_PACKAGES:
-        return _flash_attn_kernel(BACKEND_PACKAGES[backend])
+    if backend == "fa4":
+        return _flash_attention_4
+    if backend in BACKEND_MODULES:
+        return _flash_attn_kernel(BACKEND_MODULES[backend])
     return _flex_kernel() if backend == "flex" else None
 
 
@@ -188,13 +200,13 @@ def choose_backend(
         return BackendChoice("sdpa", "on a CPU") if softcap is None else BackendChoice("eager", "sdpa has no soft cap")
     if packed or window is not None or softcap is not None:
         reason = "packed documents" if packed else "sliding windows" if window else "a soft cap"
-        for backend in ("fa3", "flash-attn", "flash", "flex"):
+        for backend in ("fa4", "fa3", "flash-attn", "flash", "flex"):
             if unsupported_reasons[backend] is None:
                 return BackendChoice(backend, reason)
         if softcap is not None:
             return BackendChoice("eager", f"sdpa has no soft cap; flex {unsupported_reasons['flex']}")
         return BackendChoice("sdpa", f"{reason}; flash {unsupported_reasons['flash']}")
-    return BackendChoice("sdpa", "one document per row")
+    return BackendChoice("sdpa" if unsupported_reasons["fa4"] else "fa4", "one document per row")
 
 
 def _check_requested(
@@ -217,7 +229,7 @@ def _unsupported_reason(
     """Why a backend cannot compute this attention here, as a sentence that starts with the verb; None if it can."""
     if backend in ("eager", "sdpa"):
         return None
-    if backend in BACKEND_PACKAGES and find_spec(BACKEND_PACKAGES[backend]) is None:
+    if backend in BACKEND_MODULES and not _is_installed(BACKEND_MODULES[backend]):
         return f"needs the package {BACKEND_PACKAGES[backend]}, which is not installed"
     if device.type != "cuda":
         return f"runs on CUDA devices, not on {device.type}"
@@ -230,9 +242,19 @@ def _unsupported_reason(
         return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of the Ampere generation or later"
+    if backend == "fa4" and not 9 <= torch.cuda.get_device_capability(device)[0] <= 12:
+        return "needs a GPU of the Hopper or Blackwell generation"
     if backend == "flash" and softcap is not None:
         return "has no soft cap, which this model needs"
     return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # Its package is not.
+        return False
 
 
 def _repeat_kv(x_BKSE: Tensor, heads: int) -> Tensor:
@@ -307,6 +329,15 @@ def _flash_attn_kernel(package: str) -> Kernel:
         return _unflatten_rows(out[0] if isinstance(out, tuple) else out, q_BHTE)
 
     return kernel
+
+
+def _flash_attention_4(
+    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec
+) -> Tensor:
+    options = mask.cu_seqlens, mask.max_seqlen, spec.scale, spec.window, spec.softcap or 0.0
+    if mask.cu_seqlens is None:
+        return flash_attention(*(x.transpose(1, 2) for x in (q_BHTE, k_BKSE, v_BKSE)), *options)[0].transpose(1, 2)
+    return _unflatten_rows(flash_attention(*map(_flatten_rows, (q_BHTE, k_BKSE, v_BKSE)), *options)[0], q_BHTE)
 
 
 def _flatten_rows(x_BHTE: Tensor) -> Tensor:

@@ -173,4 +173,5 @@ ATTENTION_OPS = _ops(
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "torch_attn::_varlen_attn",
     "flash_attn::_flash_attn_varlen_forward",
+    "torchstone::flash_attention_4",
 ) | {torch.ops.higher_order.flex_attention}
