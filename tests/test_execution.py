@@ -79,7 +79,7 @@ class OpCounter(TorchDispatchMode):
 
 
 class TestActivationCheckpointing:
-    @pytest.mark.parametrize("mode", ["selective", "full"])
+    @pytest.mark.parametrize("mode", ["elementwise", "selective", "full"])
     def test_results_are_the_same_bit_for_bit(self, mode: Any) -> None:
         decoder = make_decoder()
         apply_activation_checkpointing(decoder, mode)
@@ -102,12 +102,35 @@ class TestActivationCheckpointing:
         assert counts["none"][1] == counts["selective"][1] == 0
         assert none + depth * (matmuls - 1) // 2 >= counts["selective"][0] >= none + depth * (matmuls // 2 - 1)
 
+    def test_elementwise_saves_neither_norms_nor_gated_activations(self) -> None:
+        """In rows of the width: two norms, and an activation of twice the width in each block."""
+        saved = {mode: saved_elements(mode) for mode in ("none", "elementwise")}
+        rows, width = 3 * 24, make_decoder().config.width
+        mlp_width = make_decoder().config.mlp_width
+        assert saved["none"] - saved["elementwise"] >= len(LAYERS) * rows * (2 * width + mlp_width)
+
     def test_without_gradients_nothing_changes(self) -> None:
         decoder, plain = make_decoder(), make_decoder()
         apply_activation_checkpointing(decoder, "full")
         assert generate(decoder, [[1, 2, 3], [4]], 6) == generate(plain, [[1, 2, 3], [4]], 6)
         with torch.no_grad():
             assert torch.equal(decoder(*make_inputs(16)), plain(*make_inputs(16)))
+
+
+def saved_elements(mode: Any) -> int:
+    """The number of elements that the backward pass keeps, without parameters."""
+    decoder, storages = make_decoder(), dict[int, int]()
+    apply_activation_checkpointing(decoder, mode)
+    parameters = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = decoder(*make_inputs(24, packed=False, rows=3))
+    assert output.requires_grad
+    return sum(size for pointer, size in storages.items() if pointer not in parameters)
 
 
 class TestCompile:
@@ -150,7 +173,7 @@ class TestCompile:
         for length in (16, 24):
             assert torch.equal(compiled(*make_inputs(length)), plain(*make_inputs(length)))
 
-    @pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=the_rest)])
+    @pytest.mark.parametrize("mode", ["elementwise", "selective", pytest.param("full", marks=the_rest)])
     def test_activation_checkpointing_compiles(self, mode: Any) -> None:
         plain, compiled = make_decoder(LAYERS[:2]), make_decoder(LAYERS[:2])
         apply_activation_checkpointing(compiled, mode)

@@ -112,8 +112,9 @@ class ModelConfig:
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()
     """Projections to fuse into one matrix: qkv, gate_up. Saved files do not change."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing: recompute each block (full), or all but attention and half the matmuls (selective)."""
+    recompute: Literal["none", "elementwise", "selective", "full"] = "none"
+    """Activation checkpointing: recompute each block (full), all but attention and half the matmuls (selective), or
+    norms and gated activations (elementwise)."""
 
     compile: Literal["none", "block", "whole"] = "none"
     """torch.compile of each block, or of the whole model."""

@@ -254,7 +254,7 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig, is_fused: bool) -> None:
         super().__init__()
         self.activation, self.is_gated, self.is_fused = ACTIVATIONS[config.activation], config.is_gated, is_fused
-        # A fused kernel (gate, up) -> activation(gate) * up, set by liger.py.
+        # Another way to compute `gate_activation`, set by liger.py and execution.py.
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
         if config.is_gated and is_fused:
             self.gate_up = nn.Linear(config.width, 2 * config.mlp_width, bias=config.mlp_bias)
@@ -271,7 +271,10 @@ class MLP(nn.Module):
             gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
         else:
             gate, up = self.gate(x_BTD), self.up(x_BTD)
-        return self.down(self.activation(gate) * up if self.kernel is None else self.kernel(gate, up))
+        return self.down(self.gate_activation(gate, up) if self.kernel is None else self.kernel(gate, up))
+
+    def gate_activation(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
 
 
 class Block(nn.Module):
