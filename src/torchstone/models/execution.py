@@ -37,7 +37,7 @@ GRAPHS_PER_BLOCK = 32
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a model is run. Nothing here changes what it computes."""
+    """How a model is run. Nothing here changes what it computes; `optimizer` is only checked."""
 
     implementation: Implementation = "auto"
     attention: str = "auto"
@@ -50,6 +50,7 @@ class ExecutionOptions:
     trust_remote_code: bool = False
     tp: int = 1
     pp: int = 1
+    optimizer: str = "adamw"
 
 
 DEFAULT_EXECUTION = ExecutionOptions()
@@ -75,6 +76,12 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
         raise UsageError(
             "parallel.tp and parallel.pp need the native decoder, but this model runs in the Transformers fallback",
             "leave them out; parallel.dp_shard and parallel.dp_replicate work",
+        )
+    if execution.optimizer == "muon":
+        raise UsageError(
+            "optim.name muon needs the native decoder, but this model runs in the Transformers fallback: its fused "
+            "projections and experts cannot be told from single matrices",
+            "use --optim.name adamw",
         )
     options = {
         "model.recompute selective": execution.recompute == "selective",

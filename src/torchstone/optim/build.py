@@ -1,16 +1,29 @@
-"""AdamW with two parameter groups: with and without weight decay."""
+"""The optimizer and its parameter groups: with and without weight decay, and with Muon also matrices apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchstone.config.schema import OptimConfig
+from torchstone.optim.muon import MOMENTUM, Muon, ProjectionExchange
 
-# The state of AdamW: a scalar, and tensors that are shaped like the parameter.
-STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class OptimizerState(NamedTuple):
+    """The state of a parameter: keys of scalars, and of moments, which are shaped like the parameter."""
+
+    name: str
+    scalars: tuple[str, ...]
+    moments: tuple[str, ...]
+
+
+ADAMW_STATE = OptimizerState("AdamW", ("step",), ("exp_avg", "exp_avg_sq"))
+MUON_STATE = OptimizerState("Muon", (), (MOMENTUM,))
 
 
 def parameter_kind(name: str, parameter: nn.Parameter, kinds: Mapping[str, str]) -> str:
@@ -23,20 +36,42 @@ def parameter_kind(name: str, parameter: nn.Parameter, kinds: Mapping[str, str])
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig, kinds: Mapping[str, str]
-) -> torch.optim.AdamW:
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    optim: OptimConfig,
+    kinds: Mapping[str, str],
+    exchange: ProjectionExchange | None = None,
+) -> torch.optim.Optimizer:
+    """AdamW, or for `optim.name` muon, Muon for the matrices of `exchange` and AdamW for the rest."""
+    parameters = list(named_parameters)
+    if optim.name == "adamw":
+        return _build_adamw(parameters, optim, kinds)
+    assert exchange is not None, "Muon needs whole projections"
+    is_matrix = {name: name in exchange.projections for name, _ in parameters}
+    adamw = _build_adamw([each for each in parameters if not is_matrix[each[0]]], optim, kinds)
+    groups = _decay_groups([each for each in parameters if is_matrix[each[0]]], optim, kinds)
+    learning_rate = optim.learning_rate if optim.muon_learning_rate is None else optim.muon_learning_rate
+    for group in groups:
+        group |= {"lr": learning_rate, "momentum": optim.muon_momentum, "adjust_lr_fn": optim.muon_adjust_lr_fn}
+        if optim.muon_learning_rate is not None:
+            group["lr_scale"] = optim.muon_learning_rate / optim.learning_rate
+    projections = {parameter: exchange.projections[name] for name, parameter in parameters if is_matrix[name]}
+    return Muon(groups, adamw, projections, exchange)
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> OptimizerState:
+    return MUON_STATE if isinstance(optimizer, Muon) and parameter in optimizer.matrices else ADAMW_STATE
+
+
+def _build_adamw(parameters: NamedParameters, optim: OptimConfig, kinds: Mapping[str, str]) -> torch.optim.AdamW:
+    groups = _decay_groups(parameters, optim, kinds)
+    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def _decay_groups(parameters: NamedParameters, optim: OptimConfig, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The parameters with and without weight decay; no empty group."""
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
-    for name, parameter in named_parameters:
+    for name, parameter in parameters:
         (no_decay if parameter_kind(name, parameter, kinds) in optim.no_decay else decay).append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": optim.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.learning_rate,
-        betas=optim.betas,
-        eps=optim.eps,
-        fused=True,
-    )
+    groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -279,6 +279,7 @@ def _step_metrics(run: Run, batch: StepBatch, result: StepResult, lr: float, sec
         "step": run.progress.step,
         "loss": result.loss,
         "lr": lr,
+        "optimizer": run.config.optim.name,
         "grad_norm": result.grad_norm,
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,

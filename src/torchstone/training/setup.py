@@ -47,6 +47,7 @@ from torchstone.optim.schedule import schedule_warnings
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_new_model, build_runner
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
+from torchstone.parallel.projections import ShardedProjections
 from torchstone.training.checks import check_memory
 from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import Run, mark_best_checkpoint
@@ -83,7 +84,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds())
+    exchange = ShardedProjections(model, ctx) if config.optim.name == "muon" else None
+    optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), exchange)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
@@ -228,9 +230,10 @@ def _check_model(
 
 
 def _check_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
-    """Raises if weights, gradients and the two moments do not fit in this rank's memory."""
+    """Raises if weights, gradients and the moments (two of AdamW, one of Muon) do not fit in this rank's memory."""
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
-    needed = 4 * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
+    tensors = 4 if config.optim.name == "adamw" else 3
+    needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
     hint = "use a smaller model, --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards the model)"
     check_memory(needed, parameters, device, hint)
 
@@ -321,6 +324,7 @@ def _execution(config: Config, ctx: ParallelContext) -> ExecutionOptions:
         recompute=model.recompute,
         compile=model.compile,
         liger=model.liger,
+        optimizer=config.optim.name,
         trust_remote_code=model.trust_remote_code,
     )
 

@@ -64,7 +64,7 @@ def optimizer_step(
     check_finite(step, result.loss, result.grad_norm, runner)
     clip_grads_with_norm_((p for _, p in runner.model.named_parameters()), max_grad_norm, result.grad_norm)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
