@@ -7,8 +7,10 @@ Transformers and torch.optim.Muon on real gradients is in training/test_layouts.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import parity
-from exact_runs import assert_same_run, exact_metrics
+from exact_runs import assert_same_run
 from layouts import CPU, Shard, assert_shards_in
 from sides import collated
 from tiny import flags
@@ -44,6 +46,7 @@ from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distr
 from torchstone.parallel.projections import ShardedProjections
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
+from torchstone.training.loop import Callback, Run
 from torchstone.training.step import compute_gradients, optimizer_step
 
 Settings = Callable[..., dict[str, Any]]
@@ -63,6 +66,15 @@ LAYOUTS: dict[int, list[tuple[dict[str, Any], tuple[Fusion, ...]]]] = {
         ({"dp_replicate": 2, "pp": 2, "schedule": "interleaved"}, ()),
     ],
 }
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.step:
+            run.stop("test")
 
 
 @pytest.fixture(scope="module")
@@ -231,3 +243,87 @@ def test_a_checkpoint_resumes_in_other_layouts_to_the_last_bit(folder: Path, tmp
     restore_optimizer(source, optimizer, model)
     take_steps(model, optimizer, range(4, 6))
     assert_shards_in(held_shards(model, optimizer), expected, "resumed")
+
+
+class TestRuns:
+    def test_a_resumed_run_is_the_same_bit_for_bit(self, settings: Settings, tmp_path: Path) -> None:
+        muon = {"optim__name": "muon", "checkpoint__every_steps": 2}
+        whole, resumed = (str(tmp_path / name) for name in ("whole", "resumed"))
+        api.train(overrides=settings(output_dir=whole, **muon))
+        api.train(overrides=settings(output_dir=resumed, **muon), callbacks=[StopAt(4)])
+        api.train(overrides=settings(output_dir=resumed, **muon))
+        assert_same_run(whole, resumed, 6)
+        lines = read_metrics(tmp_path / "whole/metrics.jsonl")
+        assert {line["optimizer"] for line in lines} == {"muon"}
+        assert lines[-1]["loss"] < lines[0]["loss"]
+        state = load_file(tmp_path / "whole/checkpoints/step-00000006/optimizer.safetensors")
+        assert "layers.0.attention.wq.weight/momentum_buffer" in state
+        assert "layers.0.attention.wq.weight/exp_avg" not in state
+        assert "tok_embed.weight/exp_avg" in state
+
+    @pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
+    def test_the_other_optimizers_checkpoint_is_refused(
+        self, first: str, second: str, settings: Settings, tmp_path: Path
+    ) -> None:
+        api.train(overrides=settings(training__max_steps=1, optim__name=first))
+        with pytest.raises(CheckpointError, match="the state of layers.0.attention.wq.weight is not") as caught:
+            api.train(overrides=settings(training__max_steps=2, optim__name=second))
+        folder = tmp_path / "run/checkpoints/step-00000001"
+        assert caught.value.hint == (
+            f"the run used --optim.name {first}: keep it, or start a new run from its weights: --model.path {folder} "
+            "--output-dir NEW"
+        )
+
+    def test_the_start_line_names_the_optimizer(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(training__max_steps=1, optim__name="muon", optim__muon_learning_rate=0.02)
+        code, _, err = torchstone("train", *flags(values | {"observe.console": "lines"}))
+        assert code == 0, err
+        assert "; Muon (learning rate 0.02) and AdamW with learning rate 0.001 (cosine, 0 steps of warm-up)" in err
+
+    def test_the_fallback_is_refused_before_data_is_prepared(
+        self, torchstone: Command, llama_dir: Path, tmp_path: Path
+    ) -> None:
+        values = {"model.path": llama_dir, "data.path": tmp_path / "absent.jsonl", "output_dir": tmp_path / "run"}
+        values |= {"model.implementation": "fallback", "optim.name": "muon", "system.device": "cpu"}
+        code, _, err = torchstone("train", *flags(values))
+        assert code == 2
+        assert "optim.name muon needs the native decoder" in err
+        assert "use --optim.name adamw" in err
+
+    def test_one_moment_less_needs_less_memory(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(model__depth=200, model__width=32768, model__heads=256, optim__name="muon")
+        code, _, err = torchstone("train", *flags(values))
+        assert code == 4
+        billions, gigabytes = re.findall(r"(\S+)B parameters need at least (\S+) GB", err)[0]
+        assert float(gigabytes.replace(",", "")) == pytest.approx(12 * float(billions), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optim__muon_momentum": 0.9}, "optim.muon_momentum is for Muon, but optim.name is adamw"),
+        ({"optim__muon_learning_rate": 0.02}, "optim.muon_learning_rate is for Muon"),
+        ({"optim__muon_adjust_lr_fn": "original"}, "optim.muon_adjust_lr_fn is for Muon"),
+        (
+            {"optim__name": "muon", "optim__muon_learning_rate": 0.02, "optim__learning_rate": 0.0},
+            "follows the schedule of optim.learning_rate, which is 0",
+        ),
+        ({"optim__name": "lion"}, "optim.name"),
+    ],
+)
+def test_settings_without_effect_are_refused(overrides: dict[str, Any], message: str, settings: Settings) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_config(overrides=settings(**overrides))
+
+
+def test_no_decay_applies_to_matrices_as_well(folder: Path) -> None:
+    """With gradients of zero only the weight decay is left."""
+    for no_decay, factor in ((("norm", "bias", "embed"), 1 - LEARNING_RATE * 0.1), (("matrix",), 1.0)):
+        model = load_model(folder, CPU)
+        weight = dict(model.named_parameters())["layers.1.mlp.up.weight"]
+        before = weight.detach().clone()
+        optimizer = build_muon(model, replace(OPTIM, no_decay=no_decay))
+        for _, parameter in model.named_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert torch.equal(weight, before * factor)
