@@ -84,8 +84,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
-    exchange = ShardedProjections(model, ctx) if config.optim.name == "muon" else None
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), exchange)
+    optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
@@ -256,6 +255,11 @@ def _build_model(
         console.warn(warning)
     check_row_length(model, config)
     return model
+
+
+def _build_optimizer(config: Config, model: Model, ctx: ParallelContext) -> torch.optim.Optimizer:
+    exchange = ShardedProjections(model, ctx) if config.optim.name == "muon" else None
+    return build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), exchange)
 
 
 def _load_model(
