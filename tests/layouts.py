@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,12 @@ from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
 from torchstone.models.decoder import Decoder, Fusion
 from torchstone.models.execution import ExecutionOptions
-from torchstone.optim.build import build_optimizer
+from torchstone.optim.build import build_optimizer, state_of
+from torchstone.optim.muon import MOMENTUM
 from torchstone.parallel.build import ShardedModelBuilder, build_runner, fill_parameters
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
 from torchstone.parallel.mesh import ParallelContext, init_distributed
+from torchstone.parallel.projections import ShardedProjections
 from torchstone.testing import launch_procs
 from torchstone.training.step import StepResult
 
@@ -67,21 +69,23 @@ class Case:
     fused: tuple[Fusion, ...] = ()
     packed: bool = True
     free_running: bool = True
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
 
-def load_reference(folder: Path) -> parity.Reference:
+def load_reference(folder: Path, optimizer: str = "adamw") -> parity.Reference:
     from transformers import AutoModelForCausalLM
 
     # Not all attention kernels of Transformers implement soft caps.
     capped = json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping")
     kernel = {"attn_implementation": "eager"} if capped else {}
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **kernel)
-    return parity.Reference(model, parity.reference_adamw(model, WEIGHT_DECAY, **_settings()), MAX_NORM)
+    build = parity.reference_adamw if optimizer == "adamw" else parity.ReferenceMuon
+    return parity.Reference(model, build(model, WEIGHT_DECAY, **_settings()), MAX_NORM)
 
 
-def write_reference(folder: Path, target: Path, seed: int = 0) -> Path:
+def write_reference(folder: Path, target: Path, seed: int = 0, optimizer: str = "adamw") -> Path:
     """Runs the reference on the model in `folder` and writes its values before and after every step to `target`."""
-    reference = load_reference(folder)
+    reference = load_reference(folder, optimizer)
     model, vocabulary = reference.model, reference.model.config.vocab_size
     steps = parity.random_batches(parity.FREE_RUNNING["steps"], vocabulary, seed, ACCUMULATION)
     results = []
@@ -92,8 +96,11 @@ def write_reference(folder: Path, target: Path, seed: int = 0) -> Path:
         step_folder = target / f"step-{number}"
         parameters = dict(model.named_parameters())
         _write({name: p.detach() for name, p in parameters.items()}, step_folder / "weights")
-        for moment in MOMENTS if number else ():
-            _write({name: reference.optimizer.state[p][moment] for name, p in parameters.items()}, step_folder / moment)
+        for moment in (*MOMENTS, MOMENTUM) if number else ():
+            # Zeros where a parameter has no such moment.
+            states = {name: reference.optimizer.state[p].get(moment) for name, p in parameters.items()}
+            moments = {name: torch.zeros_like(parameters[name]) if s is None else s for name, s in states.items()}
+            _write(moments, step_folder / moment)
         result = reference.step(batches)
         _write(result.gradients, step_folder / "gradients")
         results.append({"loss": result.loss, "grad_norm": result.grad_norm})
@@ -125,9 +132,10 @@ class ShardedSide:
         self.runner = build_runner(self.model, self.builder, case.packed)
         optim = OptimConfig(
             learning_rate=self.settings["lr"], betas=self.settings["betas"], eps=self.settings["eps"],
-            weight_decay=WEIGHT_DECAY,
+            weight_decay=WEIGHT_DECAY, name=case.optimizer,
         )  # fmt: skip
-        self.optimizer = build_optimizer(self.model.named_parameters(), optim, self.model.parameter_kinds())
+        exchange = ShardedProjections(self.model, ctx) if case.optimizer == "muon" else None
+        self.optimizer = build_optimizer(self.model.named_parameters(), optim, self.model.parameter_kinds(), exchange)
         self.gradients: dict[str, Tensor] = {}
         self.optimizer.register_step_pre_hook(lambda *_: self._keep_gradients())
 
@@ -221,10 +229,11 @@ class ShardedSide:
         return worst
 
     def _set_moments(self, step_folder: Path, number: int) -> None:
-        files = {moment: self._files(step_folder / moment) for moment in MOMENTS}
+        files = {moment: self._files(step_folder / moment) for moment in (*MOMENTS, MOMENTUM)}
         for name, parameter in self.model.named_parameters():
-            state: dict[str, Tensor] = {"step": torch.tensor(float(number))}
-            for moment in MOMENTS:
+            keys = state_of(self.optimizer, parameter)
+            state: dict[str, Tensor] = {key: torch.tensor(float(number)) for key in keys.scalars}
+            for moment in keys.moments:
                 state[moment] = torch.zeros_like(parameter)
                 for shard in local_shards(self.model.decoder_config, name, state[moment]):
                     files[moment].read_into(shard.name, shard.tensor, shard.offset)
@@ -265,27 +274,27 @@ def _open_files(folder: Path, model: Path) -> WeightFiles:
 
 def check_layouts(cases: Sequence[Case], world_size: int, root: Path) -> dict[str, dict[str, float]]:
     """Checks the cases in one launch. Returns the largest difference of each kind, by case."""
-    references = {case.folder: str(reference_of(Path(case.folder))) for case in cases}
+    references = {(case.folder, case.optimizer): str(reference_of(Path(case.folder), case.optimizer)) for case in cases}
     saved = Path(tempfile.mkdtemp(dir=root))
     ranks = launch_procs(check_cases, world_size, cases, references, str(saved), timeout=300)
     return {
-        case.name: assert_parity(case, list(results), saved / case.name, Path(references[case.folder]))
+        case.name: assert_parity(case, list(results), saved / case.name, Path(references[case.folder, case.optimizer]))
         for case, results in zip(cases, zip(*ranks, strict=True), strict=True)
     }
 
 
-def reference_of(folder: Path) -> Path:
+def reference_of(folder: Path, optimizer: str = "adamw") -> Path:
     """The reference's values for a model, written at first use beside the model."""
-    target = folder.with_name(f"{folder.name}-reference")
-    return target if target.exists() else write_reference(folder, target)
+    target = folder.with_name(f"{folder.name}-reference-{optimizer}")
+    return target if target.exists() else write_reference(folder, target, optimizer=optimizer)
 
 
-def check_cases(cases: Sequence[Case], references: dict[str, str], saved: str) -> list[dict[str, Any]]:
+def check_cases(cases: Sequence[Case], references: dict[tuple[str, str], str], saved: str) -> list[dict[str, Any]]:
     """One rank's results. Every case has its own mesh, on the same processes."""
     results = []
     for case in cases:
         with init_distributed(ParallelConfig(**case.parallel), CPU, mesh_of_one=True) as ctx:
-            side = ShardedSide(case, Path(references[case.folder]), ctx)
+            side = ShardedSide(case, Path(references[case.folder, case.optimizer]), ctx)
             results.append(side.check(Path(saved) / case.name))
     return results
 
@@ -304,7 +313,10 @@ def assert_parity(case: Case, results: list[dict[str, Any]], saved: Path, refere
     for number in range(LOCKED_STEPS):
         _see_gradients(locked, [rank["locked"][number]["gradients"] for rank in results])
     folder, zeros = Path(case.folder), [name for kind, name in locked.largest if kind == "zero gradient"]
-    locked.check(parity.LOCKED_LIMITS, lambda: _locked_rounding(folder, reference, zeros), case.name)
+    limits = parity.LOCKED_LIMITS
+    if case.optimizer == "muon":
+        limits = limits | {"weight": parity.MUON_WEIGHT_LIMIT}
+    locked.check(limits, lambda: _locked_rounding(case, reference, zeros), case.name)
     free.check(parity.FREE_LIMITS, lambda: free_rounding(folder, reference), case.name)
     _assert_files(case, results, saved)
     worst = {kind: locked.worst(kind) for kind in ("loss", "norm", "gradient")}
@@ -333,8 +345,9 @@ def _see_gradients(differences: parity.Differences, ranks: list[dict[str, tuple[
             differences.see("gradient", math.sqrt(difference / size), name)
 
 
-def _locked_rounding(folder: Path, reference: Path, zeros: list[str]) -> parity.Differences:
-    plain = load_reference(folder)
+def _locked_rounding(case: Case, reference: Path, zeros: list[str]) -> parity.Differences:
+    folder = Path(case.folder)
+    plain = load_reference(folder, case.optimizer)
     largest = parity.measure_rounding(plain, _steps(reference)[:LOCKED_STEPS], True, zeros, partial(_unfused, folder))
     logits = load_file(reference / "logits.safetensors")
     own = parity.logits_rounding(plain.model, logits["ids"]).worst("logits")

@@ -35,6 +35,9 @@ GRADIENT_LIMIT = 1e-5
 ZERO_LIMIT = 1e-8
 FREE_LOSS_LIMIT = 2e-6
 FREE_WEIGHT_LIMIT = 5e-6
+# Muon orthogonalizes in bf16: a gradient that differs in its last bit may move a weight by a few percent of its update,
+# which is up to 2e-3 here. Orthogonalizing shards or fused matrices moves weights by half of it.
+MUON_WEIGHT_LIMIT = 2e-4
 # Soft caps differ more than the rest, between Transformers' own backends too.
 CAPPED_LOSS_LIMIT = 2e-5
 CAPPED_WEIGHT_LIMIT = 1e-4
@@ -97,7 +100,7 @@ class Reference:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | ReferenceMuon,
         max_norm: float,
         one_by_one: bool = False,
         learning_rates: Sequence[float] = (),
@@ -176,6 +179,27 @@ def reference_adamw(model: nn.Module, weight_decay: float, **settings: Any) -> t
     decayed = [p for p in model.parameters() if all(p is not other for other in undecayed)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, **settings)
+
+
+class ReferenceMuon:
+    """torch.optim.Muon for the matrices of the blocks, `reference_adamw` for the rest."""
+
+    def __init__(self, model: nn.Module, weight_decay: float, lr: float, **settings: Any) -> None:
+        matrices = [p for n, p in model.named_parameters() if ".layers." in n and p.dim() == 2]
+        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.adamw = reference_adamw(model, weight_decay, lr=lr, **settings)
+        for group in self.adamw.param_groups:
+            group["params"] = [p for p in group["params"] if all(p is not matrix for matrix in matrices)]
+        self.state = self.adamw.state = self.muon.state
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self) -> None:
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
 
 
 class Differences:

@@ -83,7 +83,7 @@ def make_optimizer(runner: Runner) -> torch.optim.Optimizer:
     optim = OptimConfig(learning_rate=LEARNING_RATE, weight_decay=0.1)
     model = runner.model
     copies = None if model.master_weights is None else model.master_weights.copies
-    return build_optimizer(model.named_parameters(), optim, model.parameter_kinds(), copies)
+    return build_optimizer(model.named_parameters(), optim, model.parameter_kinds(), copies=copies)
 
 
 def full_gradients(runner: Runner, batch: StepBatch) -> Tensors:

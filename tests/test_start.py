@@ -49,14 +49,14 @@ class TestStartLine:
         assert "1 step (1.00 epochs) of 32 samples, micro-batches of up to 64 tokens, on cpu; " in err
         assert f"; all {parameters / 1e6:.2f}M parameters in fp32; " in err
         assert f"; {30 - held_out} samples to train on, {held_out} held out; " in err
-        assert "; learning rate 2e-05 (cosine, 1 step of warm-up), weight decay 0\n" in err
+        assert "; AdamW with learning rate 2e-05 (cosine, 1 step of warm-up), weight decay 0\n" in err
         assert f"training.global_batch_size 32 is larger than the data ({30 - held_out} samples)" in err
 
     def test_pretraining_keeps_its_defaults(self, torchstone: Command, settings: Settings) -> None:
         values = settings(training__max_steps=1)
         del values["optim.learning_rate"]
         err = start_lines(torchstone, values)
-        assert "; learning rate 0.0003 (cosine, 0 steps of warm-up), weight decay 0.1\n" in err
+        assert "; AdamW with learning rate 0.0003 (cosine, 0 steps of warm-up), weight decay 0.1\n" in err
         assert "none held out" in err
         assert "is larger than the data" not in err
 

@@ -33,7 +33,16 @@ from torchstone.checkpoint.model_folder import (
 )
 from torchstone.checkpoint.save import STATE_FILE
 from torchstone.config.load import convert_value, from_dict, load_config, read_config_layers, resolve, to_dict
-from torchstone.config.schema import Config, Device, Dtype, ParallelConfig, Purpose, SystemConfig, TrainingConfig
+from torchstone.config.schema import (
+    Config,
+    Device,
+    Dtype,
+    OptimConfig,
+    ParallelConfig,
+    Purpose,
+    SystemConfig,
+    TrainingConfig,
+)
 from torchstone.data.formats import TEXT_FORMATS, Message
 from torchstone.data.inspect import inspect_sources
 from torchstone.data.loader import open_sources, tokenize_source
@@ -550,11 +559,18 @@ def _describe_run(run: Run) -> list[str]:
         f"micro-batches of {micro_batch}, on {run.device}{processes}; "
         f"all {run.model.parameter_count / 1e6:.2f}M parameters in {run.config.training.precision}; "
         f"{len(run.data.train)} samples to train on, {validation}; "
-        f"learning rate {optim.learning_rate:g} ({optim.schedule}, {_count(warmup_steps, 'step')} of warm-up), "
-        f"weight decay {optim.weight_decay:g}",
+        f"{_optimizer_text(optim)} with learning rate {optim.learning_rate:g} ({optim.schedule}, "
+        f"{_count(warmup_steps, 'step')} of warm-up), weight decay {optim.weight_decay:g}",
         f"{describe_saving(run.config.checkpoint)}, in {run.output_dir / CHECKPOINTS}",
         *mixture,
     ]
+
+
+def _optimizer_text(optim: OptimConfig) -> str:
+    if optim.name == "adamw":
+        return "AdamW"
+    muon = "" if optim.muon_learning_rate is None else f" (learning rate {optim.muon_learning_rate:g})"
+    return f"Muon{muon} and AdamW"
 
 
 def _check_minimum(name: str, value: int | None, minimum: int) -> None:

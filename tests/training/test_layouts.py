@@ -45,6 +45,8 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], bool]]] = {
 }
 # Also with fused matrices, which tp shards in an order of their own.
 FUSED = ("tp 2 + sequence", "pp 2")
+# Also with Muon, step-locked only: over several steps the rounding of its bf16 iteration adds up.
+MUON = ("zero 3", "pp 2", "hsdp 2x2", "dp 2 x tp 2")
 # Llama runs in all layouts by default, the other families in these.
 REPRESENTATIVE = ("zero 3", "tp 2 + sequence", "pp 2", "tp 4, 2 KV heads")
 
@@ -60,6 +62,9 @@ def make_cases(root: Path, family: str, processes: int, names: list[str]) -> lis
         cases.append(Case(name, folder, parallel, (), packed, free_running=processes < 32))
         if name in FUSED:
             cases.append(Case(f"{name}, fused", folder, parallel, ("qkv", "gate_up"), packed, free_running=False))
+        if name in MUON and family == "llama":
+            muon = Case(f"{name}, muon", folder, parallel, ("qkv", "gate_up"), packed, False, "muon")
+            cases.append(muon)
     return cases
 
 

@@ -16,7 +16,7 @@ from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shar
 from torchstone.checkpoint.tensor_files import name_damaged_file, open_tensor_file
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.model import Model
-from torchstone.optim.adamw import MOMENTS, STEP
+from torchstone.optim.build import ADAMW_STATE, MUON_STATE, OptimizerState, state_of
 from torchstone.parallel.local_shards import local_shards, unfused_names
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 
@@ -115,7 +115,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Reads this rank's slices of every parameter's optimizer state; fused AdamW does not check its tensors."""
+    """Reads this rank's slices of every parameter's optimizer state; the optimizers do not check their tensors."""
     files = ShardedFiles(shard_files(folder, OPTIMIZER) or [folder / OPTIMIZER_FILE])
     keys_of: dict[str, set[str]] = {}
     for full_name in files.names:
@@ -128,13 +128,14 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
         if keys_of.keys().isdisjoint(unfused):
             # It has never had a gradient.
             continue
+        expected = state_of(optimizer, parameter)
         for part in unfused:
-            if keys_of.get(part) != {STEP, *MOMENTS} or files.shape(f"{part}/{STEP}") != ():
-                raise CheckpointError(f"{folder}: the state of {part} is not AdamW's: step, exp_avg, exp_avg_sq")
+            _check_state(folder, files, part, keys_of.get(part, set()), expected)
         # Fused AdamW keeps its step count on the parameter's device.
-        state = {STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
-        files.read_into(f"{unfused[0]}/{STEP}", state[STEP], ())
-        for key in MOMENTS:
+        state = {key: torch.zeros((), dtype=torch.float32, device=parameter.device) for key in expected.scalars}
+        for key, scalar in state.items():
+            files.read_into(f"{unfused[0]}/{key}", scalar, ())
+        for key in expected.moments:
             state[key] = torch.zeros_like(parameter.detach())
             for shard in local_shards(model.decoder_config, name, state[key]):
                 full_name = f"{shard.name}/{key}"
@@ -143,6 +144,21 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
                     raise CheckpointError(f"{folder}: the optimizer state {full_name} has shape {shapes}")
                 files.read_into(full_name, shard.tensor, shard.offset)
         optimizer.state[parameter] = state
+
+
+def _check_state(folder: Path, files: ShardedFiles, name: str, keys: set[str], expected: OptimizerState) -> None:
+    """Raises unless parameter `name` has the expected state; a checkpoint of the other optimizer gets a hint."""
+    is_complete = keys == {*expected.scalars, *expected.moments}
+    if is_complete and all(files.shape(f"{name}/{key}") == () for key in expected.scalars):
+        return
+    other, hint = ADAMW_STATE if expected is MUON_STATE else MUON_STATE, None
+    if keys == {*other.scalars, *other.moments}:
+        hint = (
+            f"the run used --optim.name {other.name.lower()}: keep it, or start a new run from its weights: "
+            f"--model.path {folder} --output-dir NEW"
+        )
+    keys_text = ", ".join((*expected.scalars, *expected.moments))
+    raise CheckpointError(f"{folder}: the state of {name} is not {expected.name}'s: {keys_text}", hint)
 
 
 def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Callable[[str], None]) -> None:

@@ -232,6 +232,9 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer: adamw, or muon for the matrices of the blocks and AdamW for everything else."""
+
     learning_rate: NonNegativeFloat = 3e-4
     """Peak learning rate of AdamW; by default 2e-5 with model.path."""
 
@@ -246,6 +249,16 @@ class OptimConfig:
 
     no_decay: tuple[str, ...] = ("norm", "bias", "embed")
     """Kinds of parameters without weight decay: norm, bias, embed, head, matrix."""
+
+    muon_learning_rate: NonNegativeFloat | None = None
+    """Peak learning rate of Muon; by default optim.learning_rate, which suits muon_adjust_lr_fn match_rms_adamw."""
+
+    muon_momentum: Beta = 0.95
+    """Decay rate of Muon's (Nesterov) momentum."""
+
+    muon_adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of Muon's learning rate by a matrix's shape: 0.2 sqrt(max(rows, columns)), which gives updates the size of
+    AdamW's, or (original) sqrt(max(1, rows / columns))."""
 
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this global norm; 0 turns clipping off."""
@@ -393,7 +406,7 @@ SECTION_HELP = {
     "model": "the model",
     "data": "the data",
     "training": "length, batch sizes, precision, validation",
-    "optim": "AdamW, learning-rate schedule, clipping",
+    "optim": "AdamW, Muon, learning-rate schedule, clipping",
     "parallel": "parallelism",
     "checkpoint": "saving and resuming",
     "observe": "console output",
@@ -511,6 +524,15 @@ def _pipeline_rule(name: str, is_set: Callable[[ParallelConfig], bool]) -> Rule:
         lambda c: c.parallel.pp == 1 and is_set(c.parallel),
         f"parallel.{name} is for pipelines, but parallel.pp is 1",
         f"leave out parallel.{name}, or set --parallel.pp",
+    )
+
+
+def _muon_rule(name: str) -> Rule:
+    return Rule(
+        f"optim.{name}",
+        lambda c: c.optim.name != "muon" and getattr(c.optim, name) != getattr(OptimConfig, name),
+        f"optim.{name} is for Muon, but optim.name is {{c.optim.name}}",
+        f"leave out optim.{name}, or set --optim.name muon",
     )
 
 
@@ -648,6 +670,13 @@ RULES = [
         "leave it out; torchstone generate and torchstone chat read every checkpoint",
     ),
     *(_sample_rule(name) for name in ("sample_prompts", "sample_tokens")),
+    *(_muon_rule(name) for name in ("muon_learning_rate", "muon_momentum", "muon_adjust_lr_fn")),
+    Rule(
+        "optim.muon_learning_rate",
+        lambda c: c.optim.muon_learning_rate is not None and c.optim.learning_rate == 0,
+        "optim.muon_learning_rate follows the schedule of optim.learning_rate, which is 0",
+        "leave it out, or set --optim.learning_rate to more than 0",
+    ),
     Rule(
         "optim.decay_steps",
         lambda c: c.optim.decay_steps is not None and c.optim.schedule != "wsd",

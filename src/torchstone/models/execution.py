@@ -38,7 +38,7 @@ GRAPHS_PER_BLOCK = 32
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a model is run. Nothing here changes what it computes."""
+    """How a model is run. Nothing here changes what it computes; `optimizer` is only checked."""
 
     implementation: Implementation = "auto"
     attention: str = "auto"
@@ -51,6 +51,7 @@ class ExecutionOptions:
     trust_remote_code: bool = False
     tp: int = 1
     pp: int = 1
+    optimizer: str = "adamw"
 
 
 DEFAULT_EXECUTION = ExecutionOptions()
@@ -76,6 +77,12 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
         raise UsageError(
             "parallel.tp and parallel.pp need the native decoder, but this model runs in the Transformers fallback",
             "leave them out; parallel.dp_shard and parallel.dp_replicate work",
+        )
+    if execution.optimizer == "muon":
+        raise UsageError(
+            "optim.name muon needs the native decoder, but this model runs in the Transformers fallback: its fused "
+            "projections and experts cannot be told from single matrices",
+            "use --optim.name adamw",
         )
     options = {
         f"model.recompute {execution.recompute}": execution.recompute in ("elementwise", "selective"),

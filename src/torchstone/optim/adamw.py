@@ -9,14 +9,25 @@ nothing changes: the decision is made on the device, and the host reads the numb
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# The state: a scalar, and tensors that are shaped like the parameter.
+from torchstone.optim.clip import scale_gradients
+
+
+class OptimizerState(NamedTuple):
+    """The state of a parameter: keys of scalars, and of moments, which are shaped like the parameter."""
+
+    name: str
+    scalars: tuple[str, ...]
+    moments: tuple[str, ...]
+
+
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+ADAMW_STATE = OptimizerState("AdamW", (STEP,), MOMENTS)
 
 
 class AdamW(torch.optim.AdamW):
@@ -41,10 +52,12 @@ class AdamW(torch.optim.AdamW):
             for group, parameters in groups:
                 self._update(group, parameters, coefficient)
             return
-        gradients = [_local(p.grad) for _, parameters in groups for p in parameters]
-        if gradients and coefficient < 1:
-            torch._foreach_mul_(gradients, coefficient.item())
+        scale_gradients((p for _, parameters in groups for p in parameters), coefficient)
         self.step()
+        self.update_copies()
+
+    @torch.no_grad()
+    def update_copies(self) -> None:
         if self.copies:
             torch._foreach_copy_(list(self.copies.values()), list(self.copies))
 

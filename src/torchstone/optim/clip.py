@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
 def squared_norms(gradients: Iterable[Tensor]) -> Tensor:
     """The sum of squares of the local shard of each gradient, in fp64."""
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    local = [_local(gradient) for gradient in gradients]
     if not local:
         return torch.zeros(0, dtype=torch.float64)
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(local, 2, dtype=torch.float32)])
@@ -28,3 +28,16 @@ def clip_coefficient(squared_norm: Tensor, max_norm: float) -> Tensor:
     norm = squared_norm.sqrt()
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
     return torch.where(norm.isfinite(), coefficient, torch.nan)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> None:
+    """Multiplies gradients by `coefficient`, which is read from the device; in the dtype of the parameters."""
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in with_gradient:
+        parameter.grad = parameter.grad.to(parameter.dtype)
+    if with_gradient and coefficient < 1:
+        torch._foreach_mul_([_local(parameter.grad) for parameter in with_gradient], coefficient.item())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -34,26 +34,47 @@ class TensorShard:
         return tuple(self.tensor.shape) == self.shape
 
 
+class TensorSlice(NamedTuple):
+    """Name and shape of a global tensor, and the offset and size of a slice of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
 def local_shards(config: DecoderConfig | None, name: str, tensor: Tensor) -> list[TensorShard]:
     """The slices that `tensor`, shaped and sharded like parameter `name`, holds on this rank; as views.
 
     Only the native decoder (`config`) has fused parameters, and a tied head that is saved as the embedding.
     """
-    slices = _global_slices(config, _tied_name(config, name), tensor)
     if not isinstance(tensor, DTensor):
+        slices = _global_slices(config, _tied_name(config, name), tensor)
         views = tensor.split([each.size[0] for each in slices]) if len(slices) > 1 else [tensor]
         return [TensorShard(each.name, each.shape, each.offset, v) for each, v in zip(slices, views, strict=True)]
-    slices = [_shard_slice(each, *_placement_in(tensor, "tp")) for each in slices]
-    local_range = _local_range(sum(each.size[0] for each in slices), *_placement_in(tensor, "dp_shard"))
-    shards, start, local = [], 0, tensor.to_local()
+    local = tensor.to_local()
+    return [
+        TensorShard(each.name, each.shape, each.offset, local[rows.start : rows.stop])
+        for each, rows in local_rows(config, name, tensor)
+        if rows
+    ]
+
+
+def local_rows(config: DecoderConfig | None, name: str, tensor: Tensor) -> list[tuple[TensorSlice, range]]:
+    """This rank's slice, maybe empty, of every global tensor of parameter `name`, and its rows in the local tensor."""
+    slices = _global_slices(config, _tied_name(config, name), tensor)
+    if isinstance(tensor, DTensor):
+        slices = [_shard_slice(each, *_placement_in(tensor, "tp")) for each in slices]
+    length = sum(each.size[0] for each in slices)
+    local = _local_range(length, *_placement_in(tensor, "dp_shard")) if isinstance(tensor, DTensor) else range(length)
+    result, start = list[tuple[TensorSlice, range]](), 0
     for each in slices:
-        begin, end = max(local_range.start, start), min(local_range.stop, start + each.size[0])
-        if begin < end:
-            view = local[begin - local_range.start : end - local_range.start]
-            offset = (each.offset[0] + begin - start, *each.offset[1:])
-            shards.append(TensorShard(each.name, each.shape, offset, view))
+        begin, end = max(local.start, start), min(local.stop, start + each.size[0])
+        rows = range(begin - local.start, max(begin, end) - local.start)
+        offset = (each.offset[0] + begin - start, *each.offset[1:])
+        result.append((each._replace(offset=offset, size=(len(rows), *each.size[1:])), rows))
         start += each.size[0]
-    return shards
+    return result
 
 
 def unfused_names(config: DecoderConfig | None, name: str, tensor: Tensor) -> list[str]:
@@ -80,25 +101,16 @@ def is_owner(config: DecoderConfig | None, name: str, tensor: Tensor) -> bool:
     )
 
 
-class _Slice(NamedTuple):
-    """Name and shape of a global tensor, and the offset and size of a slice of it."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-
 def _tied_name(config: DecoderConfig | None, name: str) -> str:
     return EMBEDDING if config is not None and config.tied and name == HEAD else name
 
 
-def _global_slices(config: DecoderConfig | None, name: str, tensor: Tensor) -> list[_Slice]:
+def _global_slices(config: DecoderConfig | None, name: str, tensor: Tensor) -> list[TensorSlice]:
     """The unfused tensors of a parameter, unsharded."""
     # On meta: only the shapes matter.
     meta = torch.empty(tensor.shape, device="meta")
     parts = [(name, meta)] if config is None else split_fused(config, name, meta)
-    return [_Slice(part, tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for part, t in parts]
+    return [TensorSlice(part, tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for part, t in parts]
 
 
 def _placement_in(tensor: DTensor, dim: str) -> tuple[Placement | None, int, int]:
@@ -111,7 +123,7 @@ def _placement_in(tensor: DTensor, dim: str) -> tuple[Placement | None, int, int
     return tensor.placements[index], coordinate[index], mesh.size(index)
 
 
-def _shard_slice(each: _Slice, placement: Placement | None, rank: int, size: int) -> _Slice:
+def _shard_slice(each: TensorSlice, placement: Placement | None, rank: int, size: int) -> TensorSlice:
     """The part of a slice that one rank holds after tp sharding."""
     if not isinstance(placement, Shard):
         return each

@@ -381,6 +381,7 @@ def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, A
         "step": started.step,
         "loss": started.result.loss,
         "lr": started.lr,
+        "optimizer": run.config.optim.name,
         "grad_norm": started.result.grad_norm,
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,

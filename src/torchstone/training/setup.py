@@ -42,11 +42,14 @@ from torchstone.models.sizing import (
     resolve_init_std,
 )
 from torchstone.observe.console import Console
+from torchstone.optim.adamw import AdamW
 from torchstone.optim.build import build_optimizer
+from torchstone.optim.muon import Muon
 from torchstone.optim.schedule import schedule_warnings
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_new_model, build_runner
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
+from torchstone.parallel.projections import ShardedProjections
 from torchstone.training.checks import check_memory
 from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import Run, mark_best_checkpoint
@@ -85,8 +88,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
     runner = build_runner(model, builder, data.packed)
     runner.usual_length = config.data.context_length
-    copies = None if model.master_weights is None else model.master_weights.copies
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), copies)
+    optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
@@ -230,9 +232,10 @@ def _check_model(
 
 
 def _check_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
-    """Raises if weights, gradients and the two moments do not fit in this rank's memory."""
+    """Raises if weights, gradients and the moments (two of AdamW, one of Muon) do not fit in this rank's memory."""
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
-    needed = 4 * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
+    tensors = 4 if config.optim.name == "adamw" else 3
+    needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
     hint = "use a smaller model, --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards the model)"
     check_memory(needed, parameters, device, hint)
 
@@ -255,6 +258,12 @@ def _build_model(
         console.warn(warning)
     check_row_length(model, config)
     return model
+
+
+def _build_optimizer(config: Config, model: Model, ctx: ParallelContext) -> AdamW | Muon:
+    exchange = ShardedProjections(model, ctx) if config.optim.name == "muon" else None
+    copies = None if model.master_weights is None else model.master_weights.copies
+    return build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), exchange, copies)
 
 
 def _load_model(
@@ -323,6 +332,7 @@ def _execution(config: Config, ctx: ParallelContext) -> ExecutionOptions:
         recompute=model.recompute,
         compile=model.compile,
         liger=model.liger,
+        optimizer=config.optim.name,
         trust_remote_code=model.trust_remote_code,
     )
 

@@ -18,6 +18,7 @@ from torchstone.data.loader import StepBatch
 from torchstone.errors import DataError
 from torchstone.optim.adamw import AdamW
 from torchstone.optim.clip import clip_coefficient, squared_norms
+from torchstone.optim.muon import Muon
 from torchstone.parallel.local_shards import is_owner
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_finite
@@ -85,14 +86,14 @@ def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult
 
 
 def optimizer_step(
-    runner: Runner, optimizer: AdamW, result: StepResult, step: int, learning_rate: float, max_grad_norm: float
+    runner: Runner, optimizer: AdamW | Muon, result: StepResult, step: int, learning_rate: float, max_grad_norm: float
 ) -> None:
     """Clips and applies the gradients, and clears them. If they are not finite, a CPU raises; on CUDA nothing is
     applied, and `check_finite` raises when the numbers are read."""
     if runner.device.type == "cpu":
         check_finite(step, result, runner)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
     optimizer.clip_and_step(clip_coefficient(result.sums[1], max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
 
