@@ -32,6 +32,7 @@ from torchstone.models.fallback import module as fallback_module
 from torchstone.models.fallback import probing
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.model import FallbackModel
+from torchstone.optim.adamw import AdamW
 from torchstone.parallel.runner import Runner
 
 CPU = torch.device("cpu")
@@ -181,7 +182,10 @@ class OurSide:
 
     def __init__(self, folder: Path, packed: bool, **settings: Any) -> None:
         self.module, self.packed, self.lr = load(folder), packed, settings["lr"]
-        self.optimizer = parity.reference_adamw(self.module.hf, WEIGHT_DECAY, **settings)
+        groups = parity.reference_adamw(self.module.hf, WEIGHT_DECAY, **settings).param_groups
+        self.optimizer = AdamW(
+            [{key: group[key] for key in ("params", "weight_decay")} for group in groups], **settings
+        )
         self.gradients: dict[str, Tensor] = {}
         self.optimizer.register_step_pre_hook(lambda *_: self.keep_gradients())
 

@@ -33,6 +33,8 @@ PRIVATE_TORCH_NAMES = {
     ("torch._dynamo.config.recompile_limit", "models/execution.py"),
     ("torch._dynamo.config.specialize_float", "models/attention.py"),
     ("torch._dynamo.maybe_mark_dynamic", "models/attention.py"),
+    ("torch._foreach_add_", "optim/adamw.py"),
+    ("torch._foreach_copy_", "optim/adamw.py"),
     ("torch._foreach_mul_", "optim/clip.py"),
     ("torch._foreach_norm", "optim/clip.py"),
     ("torch._inductor.cpp_builder", "models/execution.py"),

@@ -49,13 +49,14 @@ class Runner:
         parallel: ParallelConfig | None = None,
         fsdp_roots: Sequence[nn.Module] = (),
         pipeline: Pipeline | None = None,
+        usual_length: int = 0,
     ) -> None:
         self.model, self.device, self.packed, self.ctx = model, device, packed, ctx
         self.parallel = parallel or ParallelConfig()
         self.fsdp_roots, self.pipeline = list(fsdp_roots), pipeline
         self._reduces_once = reduces_once_per_step(self.parallel, ctx.dims.dp_shard)
         # Documents are rarely longer, so that compiled code sees one number.
-        self.usual_length = 0
+        self.usual_length = usual_length
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""

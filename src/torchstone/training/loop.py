@@ -178,10 +178,14 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             report_phase(f"waiting for the other ranks after step {progress.step}")
             run.request_save_if_due()
             run.sync_stop_request()
-            if not log.is_delayed or _is_due(run, batch.samples):
+            is_due = _is_due(run, batch.samples)
+            if is_due or not log.is_delayed:
                 log.read()
                 _validate_log_save(run, callbacks, metrics_file, log.metrics)
                 log.restart_clock()
+            if is_due:
+                # That may have taken long: a signal must not wait for another step.
+                run.sync_stop_request()
             if progress.step % COLLECT_EVERY == 0:
                 gc.collect(1)
             report_phase(f"waiting for the batch of step {progress.step + 1}")
@@ -381,7 +385,6 @@ def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, A
         "step": started.step,
         "loss": started.result.loss,
         "lr": started.lr,
-        "optimizer": run.config.optim.name,
         "grad_norm": started.result.grad_norm,
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,

@@ -86,8 +86,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
-    runner = build_runner(model, builder, data.packed)
-    runner.usual_length = config.data.context_length
+    runner = build_runner(model, builder, data.packed, config.data.context_length)
     optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
