@@ -150,8 +150,9 @@ def _loss_sum(
         if weight_grad is not None:
             _add_product(weight_grad, logits_NV.t(), chunk_ND)
     largest_N, sum_N, target_N = statistics_3N
+    loss_N = sum_N.log() - (target_N - largest_N)
     # In one sum over all tokens, so that the size of the chunks does not matter.
-    return (sum_N.log() - (target_N - largest_N)).sum()
+    return loss_N.masked_fill_(labels_N == IGNORE_INDEX, 0.0).sum()
 
 
 def _overwrite_logits(logits_NV: Tensor, labels_N: Tensor, statistics_3N: Tensor, head: Head, gradient: bool) -> None:
@@ -175,8 +176,8 @@ def _overwrite_logits(logits_NV: Tensor, labels_N: Tensor, statistics_3N: Tensor
 def write_statistics(logits_NV: Tensor, labels_N: Tensor, statistics_3N: Tensor, head: Head) -> None:
     """Writes of each token the largest logit, the sum of exp(logit - largest) and the target's logit.
 
-    The target's logit is 0 if another rank has it, and NaN if the vocabulary does not. A token without a label gets
-    0, 1 and 0, so that its loss is 0.
+    The target's logit is 0 if another rank has it, and NaN if the vocabulary does not. The statistics of a token
+    without a label are not used.
     """
     largest_N, sum_N, target_N = statistics_3N
     x_NV = _scaled_logits(logits_NV, head)
@@ -185,8 +186,6 @@ def write_statistics(logits_NV: Tensor, labels_N: Tensor, statistics_3N: Tensor,
     index_N, is_here_N = _local_targets(labels_N, head.vocab_start, logits_NV.shape[1])
     target_N.copy_(torch.where(is_here_N, x_NV.gather(1, index_N[:, None])[:, 0], 0.0))
     target_N.masked_fill_((labels_N < 0) | (labels_N >= head.vocab_size), torch.nan)
-    for row, value in zip(statistics_3N, (0.0, 1.0, 0.0), strict=True):
-        row.masked_fill_(labels_N == IGNORE_INDEX, value)
 
 
 def reduce_statistics(statistics_3N: Tensor, group: dist.ProcessGroup) -> None:

@@ -60,10 +60,6 @@ def _kernel(  # type: ignore[no-untyped-def]
     logits += token * logits_stride
     statistics += token
     if label == IGNORE:
-        if STATISTICS:
-            tl.store(statistics, 0.0)
-            tl.store(statistics + statistics_stride, 1.0)
-            tl.store(statistics + 2 * statistics_stride, 0.0)
         if GRADIENT:
             for start in range(0, SIZE, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
