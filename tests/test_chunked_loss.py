@@ -247,11 +247,14 @@ class TestModels:
         with pytest.raises(UsageError, match="model.liger loss"):
             check_model_folder(folder_of(("llama", "grouped")), CPU, torch.float32, execution)
 
-    def test_a_run_has_the_same_losses(self, settings: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-6), ("bf16", 1e-3)])
+    def test_a_run_has_the_same_losses(self, precision: str, limit: float, settings: Any, tmp_path: Path) -> None:
+        """bf16 runs in FSDP2, which gathers the head."""
         losses = {}
         for loss in ("auto", "full", "chunked"):
             overrides = settings(
                 model__loss=loss,
+                training__precision=precision,
                 training__max_steps=3,
                 data__validation_split=0.2,
                 training__validate_every_steps=3,
@@ -262,7 +265,7 @@ class TestModels:
             losses[loss] = [line[key] for line in lines for key in ("loss", "val_loss") if key in line]
         assert len(losses["full"]) == 4
         assert losses["auto"] == losses["full"]
-        assert losses["chunked"] == pytest.approx(losses["full"], rel=1e-6)
+        assert losses["chunked"] == pytest.approx(losses["full"], rel=limit)
 
 
 def test_layouts_train_as_transformers_does(tmp_path: Path) -> None:
