@@ -70,6 +70,8 @@ class Case:
     packed: bool = True
     free_running: bool = True
     optimizer: Literal["adamw", "muon"] = "adamw"
+    # Of the chunked loss; None for the loss of all logits.
+    chunk_tokens: int | None = None
 
 
 def load_reference(folder: Path, optimizer: str = "adamw") -> parity.Reference:
@@ -127,8 +129,11 @@ class ShardedSide:
         self.steps, self.results, self.settings = record["steps"], record["results"], _settings()
         parallel = ParallelConfig(**case.parallel)
         self.builder = ShardedModelBuilder(ctx, parallel, "fp32", CPU)
-        execution = ExecutionOptions(packed=case.packed, fused=case.fused)
+        loss = "full" if case.chunk_tokens is None else "chunked"
+        execution = ExecutionOptions(packed=case.packed, fused=case.fused, loss=loss)
         self.model = load_model(Path(case.folder), CPU, execution=execution, builder=self.builder)
+        for part in self.model.model_parts if case.chunk_tokens is not None else ():
+            part.fused_loss = partial(part.fused_loss, chunk_tokens=case.chunk_tokens)
         self.runner = build_runner(self.model, self.builder, case.packed)
         optim = OptimConfig(
             learning_rate=self.settings["lr"], betas=self.settings["betas"], eps=self.settings["eps"],

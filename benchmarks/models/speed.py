@@ -44,7 +44,9 @@ class Arm:
 
 
 def arm(packed: bool = False, **execution: object) -> Arm:
-    return Arm(packed, ExecutionOptions(packed=packed, **execution))  # type: ignore[arg-type]
+    """With all logits, unless another loss or Liger is named."""
+    loss = {} if "liger" in execution else {"loss": "full"}
+    return Arm(packed, ExecutionOptions(packed=packed, **(loss | execution)))  # type: ignore[arg-type]
 
 
 ARMS = {
@@ -53,6 +55,7 @@ ARMS = {
     "unpacked, compiled per block, fused": arm(compile="block", fused=("qkv", "gate_up")),
     "unpacked, compiled per block, selective": arm(compile="block", recompute="selective"),
     "unpacked, compiled per block, full": arm(compile="block", recompute="full"),
+    "unpacked, compiled per block, chunked loss": arm(compile="block", loss="chunked"),
     "unpacked, compiled per block, liger loss": arm(compile="block", liger=("loss",)),
     "unpacked, liger": arm(liger=("auto",)),
     "unpacked, compiled whole": arm(compile="whole"),
@@ -60,6 +63,7 @@ ARMS = {
     "packed, compiled per block": arm(packed=True, compile="block"),
     "packed, compiled per block, flex": arm(packed=True, compile="block", attention="flex"),
     "packed, compiled per block, sdpa": arm(packed=True, compile="block", attention="sdpa"),
+    "packed, compiled per block, chunked loss": arm(packed=True, compile="block", loss="chunked"),
     "packed, compiled per block, liger loss": arm(packed=True, compile="block", liger=("loss",)),
     "packed, liger": arm(packed=True, liger=("auto",)),
 }

@@ -53,7 +53,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     hf_config = new_hf_config("llama", **(LLAMA_1B | {"depth": options.depth, "vocab_size": options.vocabulary}))
-    execution = ExecutionOptions(compile=options.compile)
+    execution = ExecutionOptions(compile=options.compile, loss="full")
     batches = [step_batch(np.random.default_rng(number), False, options) for number in range(4)]
     with init_distributed(ParallelConfig(), device, mixed_precision=True) as ctx:
         steps = {

@@ -480,6 +480,7 @@ def _execution(config: Config, packed: bool) -> ExecutionOptions:
         implementation=model.implementation,
         attention=model.attention,
         packed=packed,
+        loss=model.loss,
         trust_remote_code=model.trust_remote_code,
     )
 

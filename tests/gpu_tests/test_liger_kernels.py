@@ -37,8 +37,8 @@ LOGITS_LIMIT, GRADIENT_LIMIT, LOSS_LIMIT = 1e-5, 1e-4, 1e-6
 
 
 def load(folder: Path, *liger: str, dtype: torch.dtype = torch.float32, **execution: Any) -> Any:
-    """Attention is eager on both sides: it does not use tensor cores, which round fp32."""
-    settings = {"implementation": "native", "attention": "eager"} | execution
+    """Attention is eager on both sides: it does not use tensor cores, which round fp32. Without Liger: all logits."""
+    settings = {"implementation": "native", "attention": "eager", "loss": "auto" if liger else "full"} | execution
     return load_model(folder, DEVICE, dtype, ExecutionOptions(liger=liger, **settings))
 
 

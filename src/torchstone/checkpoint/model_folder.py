@@ -257,7 +257,7 @@ def _check_native_execution(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
 ) -> None:
     choose_attention(config, execution, device, dtype)
-    choose_liger(execution.liger, config, execution.compile, device, execution.tp)
+    choose_liger(execution.liger, config, execution.compile, device, execution.tp, execution.loss)
     if execution.compile != "none":
         check_compiler(device)
 

@@ -119,6 +119,10 @@ class ModelConfig:
     compile: Literal["none", "block", "whole"] = "none"
     """torch.compile of each block, or of the whole model."""
 
+    loss: Literal["auto", "full", "chunked"] = "auto"
+    """Head and loss: with all logits in memory (full), or for one chunk of tokens at a time (chunked); auto is chunked
+    on CUDA and full on a CPU."""
+
     liger: tuple[Literal["auto", "norm", "rope", "mlp", "loss"], ...] = ()
     """Liger kernels: norm, rope, mlp, loss; auto selects those that are installed and useful, and logs them."""
 

@@ -15,11 +15,17 @@ from torchstone.loss.cross_entropy import IGNORE_INDEX
 
 
 def fused_loss_sum(
-    hidden_BTD: Tensor, head_weight: Tensor, labels_BT: Tensor, softcap: float | None = None, divisor: float = 1.0
+    hidden_BTD: Tensor,
+    head_weight: Tensor,
+    labels_BT: Tensor,
+    softcap: float | None = None,
+    divisor: float = 1.0,
+    loss_tokens: int | None = None,
 ) -> Tensor:
     """The sum of the token losses of logits = hidden @ head.T / divisor, soft-capped if `softcap` is set; in fp32.
 
-    The head's gradient is accumulated over the chunks in fp32, whatever the model's dtype.
+    The head's gradient is accumulated over the chunks in fp32, whatever the model's dtype. `loss_tokens` is for
+    `chunked_loss_sum`, which has the same interface; the kernel does not need it.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Kernel
 

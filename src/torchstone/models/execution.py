@@ -26,11 +26,13 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchstone.errors import UsageError
+from torchstone.loss.chunked import CPU_CHUNK_TOKENS, choose_chunk_tokens, chunked_loss_sum
 from torchstone.models.attention import BackendChoice, KVCache, choose_backend, specialize_floats
 from torchstone.models.decoder import Block, Decoder, DecoderConfig, Fusion, LayerInputs
 
 Recompute = Literal["none", "elementwise", "selective", "full"]
 Compile = Literal["none", "block", "whole"]
+Loss = Literal["auto", "full", "chunked"]
 Implementation = Literal["auto", "native", "fallback"]
 # Kinds of layers x (first shape, any shape) x (training, validation), and some to spare.
 GRAPHS_PER_BLOCK = 32
@@ -47,7 +49,10 @@ class ExecutionOptions:
     fused: tuple[Fusion, ...] = ()
     recompute: Recompute = "none"
     compile: Compile = "none"
+    loss: Loss = "auto"
     liger: tuple[str, ...] = ()
+    # Of the GPU that has the least, which decides the chunks of the loss; None: that of the model's device.
+    free_memory: int | None = None
     trust_remote_code: bool = False
     tp: int = 1
     pp: int = 1
@@ -71,6 +76,49 @@ def choose_attention(
     )
 
 
+@dataclass(frozen=True)
+class LossChoice:
+    """The tokens of a chunk, or None for all logits at once, and the reason."""
+
+    chunk_tokens: int | None
+    reason: str
+
+    @property
+    def notes(self) -> list[str]:
+        if self.chunk_tokens is None:
+            return [f"loss: full ({self.reason})"]
+        return [f"loss: chunked, {self.chunk_tokens} tokens at a time ({self.reason})"]
+
+
+def get_free_memory(device: torch.device) -> int | None:
+    """In bytes; None on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def choose_loss(
+    config: DecoderConfig, execution: ExecutionOptions, device: torch.device, dtype: torch.dtype
+) -> LossChoice:
+    """Ranks that share a vocabulary must compute the same chunks, so they need the same `execution.free_memory`."""
+    free_memory = execution.free_memory or get_free_memory(device)
+    reason = "as requested" if execution.loss != "auto" else f"on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
+    if execution.loss == "full" or (execution.loss == "auto" and device.type != "cuda"):
+        return LossChoice(None, reason)
+    if free_memory is None:
+        return LossChoice(CPU_CHUNK_TOKENS, reason)
+    return LossChoice(choose_chunk_tokens(-(-config.vocab_size // execution.tp), dtype.itemsize, free_memory), reason)
+
+
+def apply_loss(decoder: Decoder, choice: LossChoice) -> None:
+    """Sets the decoder's `fused_loss` if the loss is chunked."""
+    if choice.chunk_tokens is not None:
+        decoder.fused_loss = partial(
+            chunked_loss_sum,
+            chunk_tokens=choice.chunk_tokens,
+            softcap=decoder.config.logit_softcap,
+            divisor=decoder.config.logit_divisor,
+        )
+
+
 def check_fallback_execution(execution: ExecutionOptions) -> None:
     """Raises UsageError for options that the Transformers fallback does not support."""
     if execution.tp > 1 or execution.pp > 1:
@@ -88,6 +136,8 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
         f"model.recompute {execution.recompute}": execution.recompute in ("elementwise", "selective"),
         "model.compile": execution.compile != "none",
         "model.fused": bool(execution.fused),
+        # What a model does between its head and its logits (scales, soft caps, biases) is not known outside of it.
+        "model.loss chunked": execution.loss == "chunked",
     }
     unsupported = ", ".join(name for name, is_set in options.items() if is_set)
     if unsupported:

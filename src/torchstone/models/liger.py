@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torchstone.errors import UsageError
 from torchstone.loss.fused import fused_loss_sum
 from torchstone.models.decoder import MLP, Attention, Decoder, DecoderConfig, RMSNorm
-from torchstone.models.execution import Compile
+from torchstone.models.execution import Compile, Loss
 from torchstone.models.fallback.module import eval_mode
 from torchstone.models.rope import CosSin
 
@@ -71,7 +71,12 @@ class LigerChoice:
 
 
 def choose_liger(
-    requested: Sequence[str], config: DecoderConfig, compile: Compile, device: torch.device, tp: int = 1
+    requested: Sequence[str],
+    config: DecoderConfig,
+    compile: Compile,
+    device: torch.device,
+    tp: int = 1,
+    loss: Loss = "auto",
 ) -> LigerChoice:
     """Returns the kernels for a decoder on a device, and the reason; raises if one requested by name cannot run."""
     if not requested:
@@ -82,6 +87,8 @@ def choose_liger(
         # These kernels read a parameter, which is then a DTensor.
         sharded = "with parallel.tp its weights are DTensors, which the kernel does not support"
         unsupported_reasons |= {kernel: unsupported_reasons[kernel] or sharded for kernel in ("norm", "loss")}
+    if loss != "auto":
+        unsupported_reasons["loss"] = unsupported_reasons["loss"] or f"model.loss is {loss}"
     _check_requested(requested, unsupported_reasons)
     if "loss" not in requested and unsupported_reasons["loss"] is None and config.vocab_size <= config.width:
         unsupported_reasons["loss"] = "the vocabulary is not larger than the width"

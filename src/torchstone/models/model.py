@@ -21,7 +21,9 @@ from torchstone.models.execution import (
     ExecutionOptions,
     Implementation,
     apply_activation_checkpointing,
+    apply_loss,
     check_fallback_execution,
+    choose_loss,
     compile_decoder,
 )
 from torchstone.models.fallback.module import FallbackModule
@@ -240,15 +242,21 @@ class NativeModel(Model):
         return self.module.config.packing_error(max_length)
 
     def apply_execution(self, execution: ExecutionOptions) -> None:
-        device = next(self.module.parameters()).device
-        choice = choose_liger(execution.liger, self.module.config, execution.compile, device, execution.tp)
-        self.notes += choice.notes
+        parameter = next(self.module.parameters())
+        config, device, dtype = self.module.config, parameter.device, self.module.compute_dtype or parameter.dtype
+        liger = choose_liger(execution.liger, config, execution.compile, device, execution.tp, execution.loss)
+        if "loss" not in liger.kernels:
+            loss = choose_loss(config, execution, device, dtype)
+            self.notes += loss.notes
+            for part in self.model_parts:
+                apply_loss(part, loss)
+        self.notes += liger.notes
         if execution.recompute != "none":
             self.notes.append(f"activation checkpointing: {execution.recompute}")
         if execution.compile != "none":
             self.notes.append(f"compile: {execution.compile}; the first steps take longer")
         for part in self.model_parts:
-            apply_liger(part, choice.kernels)
+            apply_liger(part, liger.kernels)
             apply_activation_checkpointing(part, execution.recompute)
             compile_decoder(part, execution.compile)
 
@@ -294,6 +302,7 @@ class FallbackModel(Model):
 
     def apply_execution(self, execution: ExecutionOptions) -> None:
         check_fallback_execution(execution)
+        self.notes.append("loss: full (the Transformers fallback computes all logits)")
         self.notes += apply_liger_to_fallback(self.module.hf, execution.liger).notes
         if execution.recompute == "full":
             self.module.enable_activation_checkpointing()

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from torchstone.config.schema import ParallelConfig
 from torchstone.data.collate import MicroBatch
-from torchstone.loss.cross_entropy import token_loss_sum
+from torchstone.loss.cross_entropy import IGNORE_INDEX, token_loss_sum
 from torchstone.models.attention import DocumentLimits
 from torchstone.models.decoder import Decoder
 from torchstone.models.model import Model
@@ -27,13 +27,20 @@ from torchstone.parallel.pipeline import Pipeline
 
 
 def micro_batch_loss(
-    module: nn.Module, x: Tensor, positions_BT: Tensor, doc_ids_BT: Tensor | None, labels_BT: Tensor
+    module: nn.Module,
+    x: Tensor,
+    positions_BT: Tensor,
+    doc_ids_BT: Tensor | None,
+    labels_BT: Tensor,
+    loss_tokens: int | None = None,
 ) -> Tensor:
     """The sum of the token losses of one micro-batch. The logits, the largest tensor of a step, are freed on return;
-    a module with a `fused_loss` never has all of them."""
+    a module with a `fused_loss` never has all of them, and none of tokens without a label if it knows `loss_tokens`."""
     fused_loss = getattr(module, "fused_loss", None)
     if fused_loss is not None:
-        return module(x, positions_BT, doc_ids_BT, loss_fn=partial(fused_loss, labels_BT=labels_BT))
+        return module(
+            x, positions_BT, doc_ids_BT, loss_fn=partial(fused_loss, labels_BT=labels_BT, loss_tokens=loss_tokens)
+        )
     return token_loss_sum(module(x, positions_BT, doc_ids_BT), labels_BT)
 
 
@@ -128,11 +135,13 @@ class Runner:
             if isinstance(part, Decoder):
                 part.document_limits = limits
 
-    def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int | None]:
         # gloo aborts the process if the ranks' shards of a row have different lengths.
         assert batch.ids.shape[1] % self.ctx.dims.tp == 0, "the row length is not a multiple of parallel.tp"
+        # Counted only on the CPU: elsewhere it would wait for the device.
+        loss_tokens = None if batch.labels.is_cuda else int((batch.labels != IGNORE_INDEX).sum())
         batch = batch.to(self.device)
-        return batch.ids, batch.positions, batch.doc_ids if self.packed else None, batch.labels
+        return batch.ids, batch.positions, batch.doc_ids if self.packed else None, batch.labels, loss_tokens
 
     def _own_share(self, total: Tensor) -> Tensor:
         return total if self.ctx.tp_rank == 0 else torch.zeros_like(total)

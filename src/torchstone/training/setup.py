@@ -31,7 +31,7 @@ from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.execution import ExecutionOptions
+from torchstone.models.execution import ExecutionOptions, get_free_memory
 from torchstone.models.families import family_of
 from torchstone.models.model import Model, NativeModel, padded_vocab_size
 from torchstone.models.sizing import (
@@ -68,7 +68,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     model_folder = checkpoint
     if checkpoint is None and config.model.path:
         model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
-    execution = _execution(config, ctx)
+    execution = _execution(config, ctx, device)
     # A launcher has prepared the data, which has printed these lines.
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
@@ -309,8 +309,8 @@ def _new_hf_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     return build_sized_hf_config(config.model, vocab_size, config.data.context_length) | _special_ids(tokenizer)
 
 
-def _execution(config: Config, ctx: ParallelContext) -> ExecutionOptions:
-    model = config.model
+def _execution(config: Config, ctx: ParallelContext, device: torch.device) -> ExecutionOptions:
+    model, free_memory = config.model, get_free_memory(device)
     if ctx.mesh is not None and model.compile == "whole":
         raise UsageError(
             "model.compile whole does not work with FSDP2, which gathers the model block by block",
@@ -330,8 +330,10 @@ def _execution(config: Config, ctx: ParallelContext) -> ExecutionOptions:
         fused=model.fused,
         recompute=model.recompute,
         compile=model.compile,
+        loss=model.loss,
         liger=model.liger,
         optimizer=config.optim.name,
+        free_memory=None if free_memory is None else -ctx.all_reduce_max(-free_memory),
         trust_remote_code=model.trust_remote_code,
     )
 
