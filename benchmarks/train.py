@@ -6,8 +6,8 @@
     python benchmarks/train.py tiny --device cpu         on a CPU, against Transformers
 
 Our arm is the command as a user types it, without performance flags: model, data and batch only (what follows `--` is
-added to it). Each peer runs from its own package in its own process (`peers/`); one that is not installed is reported as
-such. Arms take turns. Every run prints one JSON line; a table of ratios follows. The speed is the mean of all steps
+added to it). Each peer runs from its own package in its own process (`peers/`); one that is not installed is reported
+as such. Arms take turns. Every run prints one JSON line; a table of ratios follows. The speed is the mean of all steps
 after the second. A run in which a loss is not finite or a gradient norm is not positive is an error.
 """
 
@@ -31,7 +31,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 PEERS = Path(__file__).parent / "peers"
 WARMUP_STEPS = 2
-PACKAGES = ("torch", "transformers", "liger_kernel", "flash_attn", "torchtitan", "mini_trainer")
+# Those of our defaults: for a new model, and for fine-tuning. The schedule is constant in every arm.
+OPTIM = {"learning_rate": 3e-4, "weight_decay": 0.1}
+FINE_TUNING_OPTIM = {"learning_rate": 2e-5, "weight_decay": 0.0}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,15 @@ class Shape:
     arms: tuple[str, ...] = ("torchstone", "transformers", "torchtitan")
 
 
-LLAMA_1B = {"depth": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192, "vocab_size": 128256, "tied": True}
+LLAMA_1B = {
+    "depth": 16,
+    "width": 2048,
+    "heads": 32,
+    "kv_heads": 8,
+    "mlp_width": 8192,
+    "vocab_size": 128256,
+    "tied": True,
+}
 TINY = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 192, "vocab_size": 512, "tied": True}
 SHAPES = {
     "1b": Shape(**LLAMA_1B, rows=8, length=4096),
@@ -95,7 +105,9 @@ def main() -> None:
             for arm in options.arm or shape.arms:
                 run_folder = folder / f"{arm}-{repeat}-{time.time_ns()}"
                 run_folder.mkdir()
-                result = run_torchstone(job, run_folder, flags) if arm == "torchstone" else run_peer(arm, job, run_folder)
+                result = (
+                    run_torchstone(job, run_folder, flags) if arm == "torchstone" else run_peer(arm, job, run_folder)
+                )
                 line = {"shape": options.shape, "arm": arm, "repeat": repeat} | summarize(result)
                 print(json.dumps(line), flush=True)
                 results.append(line)
@@ -115,7 +127,7 @@ def make_job(shape: Shape, folder: Path, options: argparse.Namespace) -> dict[st
     tokenizer, data = folder / "tokenizer", folder / "tokens.jsonl"
     write_tokenizer(tokenizer, shape.vocab_size)
     write_tokens(shape, options.steps, data)
-    job = asdict(shape) | {
+    job = asdict(shape) | (OPTIM if shape.packed_tokens is None else FINE_TUNING_OPTIM) | {
         "steps": options.steps, "device": options.device, "recompute": options.recompute, "tokenizer": str(tokenizer),
         "data": str(data), "cache": str(folder / "cache"), "model": None,
     }  # fmt: skip
@@ -177,8 +189,16 @@ def torchstone_command(job: dict[str, Any], folder: Path, flags: list[str]) -> l
     command += ["--data.path", job["data"], "--data.context_length", str(job["length"]), "--data.shuffle", "false"]
     command += ["--data.cache_dir", job["cache"], "--training.global_batch_size", str(job["rows"])]
     command += ["--max-steps", str(job["steps"]), "--checkpoint.at_end", "false", "--system.device", job["device"]]
+    command += ["--optim.schedule", "constant"]
     if job["packed_tokens"] is not None:
-        command += ["--model.path", job["model"], "--training.max_tokens_per_gpu", str(job["packed_tokens"])]
+        command += [
+            "--model.path",
+            job["model"],
+            "--optim.warmup_ratio",
+            "0",
+            "--training.max_tokens_per_gpu",
+            str(job["packed_tokens"]),
+        ]
     else:
         for key in ("depth", "width", "heads", "kv_heads", "mlp_width"):
             command += [f"--model.{key}", str(job[key])]
@@ -217,7 +237,9 @@ def run_peer(arm: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     path = write_job(job | {"started": time.time(), "folder": str(folder)}, folder)
     script = PEERS / f"with_{arm}.py"
     if not script.exists():
-        raise SystemExit(f"unknown arm {arm}; there are {', '.join(sorted(p.stem[5:] for p in PEERS.glob('with_*.py')))}")
+        raise SystemExit(
+            f"unknown arm {arm}; there are {', '.join(sorted(p.stem[5:] for p in PEERS.glob('with_*.py')))}"
+        )
     with (folder / "log").open("w") as log:
         command = [sys.executable, str(script), str(path)]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)
@@ -260,12 +282,17 @@ def table(results: list[dict[str, Any]]) -> str:
     def mean(arm: str, key: str) -> float:
         return statistics.mean(line[key] for line in measured[arm])
 
-    rows = ["| arm | tok/s | median step | peak GiB | first step, s | torchstone is faster by |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| arm | tok/s | median step | peak GiB | first step, s | torchstone is faster by |",
+        "|---|---|---|---|---|---|",
+    ]
     for arm, lines in measured.items():
         peak = "-" if lines[0]["peak_gib"] is None else f"{max(line['peak_gib'] for line in lines):.1f}"
         ratio = f"{mean('torchstone', 'tok_s') / mean(arm, 'tok_s'):.3f}x" if "torchstone" in measured else "-"
         speeds = f"{mean(arm, 'tok_s'):,.0f} | {mean(arm, 'tok_s_median'):,.0f}"
-        rows.append(f"| {arm} | {speeds} | {peak} | {mean(arm, 'first_step_s'):.1f} | {'' if arm == 'torchstone' else ratio} |")
+        rows.append(
+            f"| {arm} | {speeds} | {peak} | {mean(arm, 'first_step_s'):.1f} | {'' if arm == 'torchstone' else ratio} |"
+        )
     for line in results:
         if "tok_s" not in line and line["repeat"] == 1:
             missing = line.get("not_installed")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Job = dict[str, Any]
-LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
+BETAS, MAX_GRAD_NORM = (0.9, 0.95), 1.0
 
 
 def run_arm(arm: Callable[[Job], dict[str, Any]]) -> None:
@@ -33,6 +33,13 @@ def step_rows(job: Job) -> list[list[list[int]]]:
     """The ids of every document of every step."""
     rows = [json.loads(line)["input_ids"] for line in Path(job["data"]).read_text().splitlines()]
     return [rows[start : start + job["rows"]] for start in range(0, len(rows), job["rows"])]
+
+
+def new_optimizer(job: Job, parameters: Iterable[Any]) -> Any:
+    import torch
+
+    settings = {"lr": job["learning_rate"], "weight_decay": job["weight_decay"]}
+    return torch.optim.AdamW(parameters, betas=BETAS, fused=True, **settings)
 
 
 def versions(*packages: str) -> dict[str, str | None]:

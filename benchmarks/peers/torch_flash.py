@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 METADATA = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"
-PADDING = "from transformers.modeling_flash_attention_utils import _pad_input as pad_input, _unpad_input as unpad_input\n"
+PADDING = (
+    "from transformers.modeling_flash_attention_utils import _pad_input as pad_input, _unpad_input as unpad_input\n"
+)
 
 
 def provide_flash_attn(folder: Path) -> str:

@@ -17,7 +17,6 @@ from measure import BETAS, Job, run_arm, versions
 from torch_flash import provide_flash_attn
 
 SEED = 67
-LEARNING_RATE = 2e-5
 
 
 def arm(job: Job) -> dict[str, Any]:
@@ -34,11 +33,15 @@ def arm(job: Job) -> dict[str, Any]:
     data.write_text("".join(f"{row}\n" for row in shuffled))
     settings = {
         "model-name-or-path": job["model"], "data-path": data, "batch-size": job["rows"], "seed": SEED,
-        "max-tokens-per-gpu": job["packed_tokens"], "learning-rate": LEARNING_RATE, "output-dir": folder,
+        "max-tokens-per-gpu": job["packed_tokens"], "learning-rate": job["learning_rate"], "output-dir": folder,
         "training-mode": "step", "max-steps": job["steps"], "beta1": BETAS[0], "beta2": BETAS[1],
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command += [mini_trainer.train.__file__, "--use-liger-kernels", *(f"--{key}={value}" for key, value in settings.items())]
+    command += [
+        mini_trainer.train.__file__,
+        "--use-liger-kernels",
+        *(f"--{key}={value}" for key, value in settings.items()),
+    ]
     process = subprocess.Popen(command, stdout=sys.stderr)
     start_s = None
     while process.poll() is None:

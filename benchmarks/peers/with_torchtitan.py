@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from measure import BETAS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Job, result_of, run_arm, step_rows, time_steps, versions
+from measure import MAX_GRAD_NORM, Job, new_optimizer, result_of, run_arm, step_rows, time_steps, versions
 
 
 def arm(job: Job) -> dict[str, Any]:
@@ -38,9 +38,7 @@ def arm(job: Job) -> dict[str, Any]:
         apply_ac(model, ActivationCheckpoint(mode="full"), model_compile_enabled=True)
     apply_compile(model, compile_config)
     loss_fn = torch.compile(cross_entropy_loss, backend=compile_config.backend)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+    optimizer = new_optimizer(job, model.parameters())
 
     def autocast() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if job["precision"] == "bf16" else nullcontext()

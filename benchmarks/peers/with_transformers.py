@@ -1,4 +1,4 @@
-"""Transformers as its users train: fp32 weights under bf16 autocast (or bf16 weights), fused AdamW; on a GPU with Liger.
+"""Transformers as its users train: fp32 weights under bf16 autocast (or bf16 weights), fused AdamW, Liger on a GPU.
 
 Packed documents are padding-free: one row, with position_ids and cu_seq_lens of Transformers' own collator, and
 FlashAttention 2. On a CPU it is plain eager Transformers.
@@ -6,12 +6,11 @@ FlashAttention 2. On a CPU it is plain eager Transformers.
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from measure import BETAS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Job, result_of, run_arm, step_rows, time_steps, versions
+from measure import MAX_GRAD_NORM, Job, new_optimizer, result_of, run_arm, step_rows, time_steps, versions
 from new_model import llama_config
 from torch_flash import provide_flash_attn
 
@@ -41,9 +40,7 @@ def arm(job: Job) -> dict[str, Any]:
     model.to(device).train()
     if job["recompute"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+    optimizer = new_optimizer(job, model.parameters())
 
     def autocast() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if job["precision"] == "bf16" else nullcontext()
@@ -71,4 +68,4 @@ def arm(job: Job) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_arm(arm))
+    run_arm(arm)
