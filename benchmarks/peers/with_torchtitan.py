@@ -26,7 +26,7 @@ def arm(job: Job) -> dict[str, Any]:
         vocab_size=job["vocab_size"], multiple_of=job["mlp_width"], max_seq_len=job["length"],
     )  # fmt: skip
     torch.manual_seed(0)
-    with device:
+    with device, torch.no_grad():
         model = Transformer(args)
         model.init_weights()
     assert model.layers["0"].feed_forward.w1.out_features == job["mlp_width"], "another MLP width"
