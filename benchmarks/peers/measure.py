@@ -57,6 +57,10 @@ def time_steps(
 ) -> list[dict[str, float]]:
     """Times `step` on (number of tokens, batch). It returns loss and gradient norm, which are read after every step, as
     a trainer that logs every step does."""
+    import torch
+
+    if job["device"] == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     measured, start_s = [], None
     for tokens, batch in batches:
         started = time.perf_counter()
