@@ -204,9 +204,9 @@ def torchstone_command(job: dict[str, Any], folder: Path, flags: list[str]) -> l
             command += [f"--model.{key}", str(job[key])]
         command += ["--model.tied", str(job["tied"]).lower(), "--model.tokenizer", job["tokenizer"]]
         command += ["--data.packing", "false", "--training.batch_size", str(job["rows"])]
-    if job["precision"] == "bf16-pure":
+    if job["precision"] == "bf16-pure" and "--training.precision" not in flags:
         command += ["--training.precision", "bf16-pure"]
-    if job["recompute"]:
+    if job["recompute"] and "--model.recompute" not in flags:
         command += ["--model.recompute", "full"]
     return command + flags
 

@@ -43,12 +43,14 @@ KERNELS = {
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x64_4x1x1_cga1x1x1_kernel0_0",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
         "triton_tem_fused_flex_attention_0", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_softmax",
+        "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 9, false, false>(int)",
     ],
     "loss": [
         "triton_red_fused__to_copy_arange_eq_exp_logsumexp_mul_ne_scalar_tensor_sub_where_0",
         "triton_red_fused__log_softmax_nll_loss_forward_1", "liger_cross_entropy_kernel",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, "
         "at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>(float*, float const*, int)",
+        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, true, false>(float*, float const*)",
         "aten::_log_softmax_backward_data", "aten::nll_loss_forward",
     ],
     "optimizer": [

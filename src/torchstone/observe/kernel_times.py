@@ -21,7 +21,8 @@ TOP_KERNELS = 12
 # The first pattern that a name contains decides; case does not matter.
 PATTERNS = {
     "communication": r"nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all",
-    "loss": r"cross_?entropy|nll_loss|log_?softmax|logsumexp",
+    # The fifth template argument of softmax_warp_forward is is_log_softmax.
+    "loss": r"cross_?entropy|nll_loss|log_?softmax|logsumexp|softmax_warp_\w+<.*, \d+, true",
     "attention": r"flash|fmha|attention|attn|sdpa|softmax",
     # The update, and the norm and clipping of gradients. _foreach_copy_ is a copy.
     "optimizer": r"adam|muon|triton_for_fused|aten::_foreach(?!_copy)|multi_tensor_apply(?!.*copy)",
