@@ -201,9 +201,10 @@ class TestMfu:
         ("name", "tflops"),
         [
             ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H20", 148),
-            ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", 70), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
-            ("NVIDIA B200", 2250), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA RTX 6000 Ada Generation", 364.2),
-            ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("Tesla T4", None),
+            ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", None), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
+            ("NVIDIA B200", 2250), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GB200", None),
+            ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4090 D", None),
+            ("Tesla T4", None),
         ],
     )  # fmt: skip
     def test_the_peak_of_a_gpu_follows_from_its_name(self, name: str, tflops: float | None) -> None:
