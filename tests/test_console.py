@@ -21,7 +21,7 @@ from torchstone.observe.eta import EtaEstimator
 
 METRICS = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s": 17023.6, "epoch": 0.25,
            "memory": 3 << 29}  # fmt: skip
-LINE = "Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30 | Tok/s: 17,024"
+LINE = "Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30 | Tok/s: 17,024 | Memory: 1.5 GiB"
 
 
 def output_of(use: Callable[[Console], object], style: str = "lines", **options: Any) -> tuple[str, str]:
@@ -42,12 +42,15 @@ class TestText:
     def test_a_step_is_one_line(self) -> None:
         assert step_line(METRICS, 100, "5:30") == LINE
         assert step_line(METRICS | {"val_loss": 5.82432}, 100, "5:30") == f"{LINE} | Validation loss: 5.8243"
+        with_mfu = LINE.replace("17,024", "17,024 | MFU: 41.3 %")
+        assert step_line(METRICS | {"mfu": 0.41256}, 100, "5:30") == with_mfu
 
     def test_the_bar_has_a_short_form(self) -> None:
         first = "3/100  loss 12.2340  norm 2.76  17,024 tok/s  ETA 5:30"
         second = "epoch 0.25  lr 1.00e-05  1.5 GiB"
         assert bar_text(METRICS, 100, "5:30", None) == f"{first}\n{second}"
         assert bar_text(METRICS, 100, "5:30", 5.82432) == f"{first}\n{second}  val loss 5.8243"
+        assert bar_text(METRICS | {"mfu": 0.41256}, 100, "5:30", None) == f"{first}\n{second}  MFU 41.3 %"
 
     @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
     def test_format_time(self, seconds: float, text: str) -> None:

@@ -23,7 +23,7 @@ from torchstone.testing import launch_procs
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
-TIMES = ("tok_s", "step_s", "memory")
+TIMES = ("tok_s", "step_s", "mfu", "memory")
 
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ from torchstone.training.generation import (
 )
 from torchstone.training.hub_commits import check_same_commits, pin_hub_names
 from torchstone.training.loop import Callback, Run, TrainResult, train_loop
+from torchstone.training.profile import StepProfiler
 from torchstone.training.schedule import Interval, describe_saving
 from torchstone.training.setup import (
     build_run,
@@ -144,6 +145,10 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
             run_folder.save_config(config, console)
         for line in _describe_run(run):
             console.info(line)
+        if config.observe.profile is not None and ctx.is_main:
+            profiler = StepProfiler(run)
+            stack.callback(profiler.close)
+            callbacks = [*callbacks, profiler]
         return train_loop(run, callbacks)
 
 

@@ -209,6 +209,7 @@ class Commands:
         max_steps: str | None = None,
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         max_restarts: NonNegativeInt | None = None,
+        profile: str | None = None,
         print_config: bool = False,
         help_keys: str | None = None,
     ) -> None:
@@ -221,6 +222,7 @@ class Commands:
             output_dir: Folder of the run.
             max_steps: Number of optimizer steps.
             max_restarts: How many times to restart the workers from the last checkpoint after a failure.
+            profile: Steps to profile, such as 3 (after the first two) or 10-12: a trace and kernel times by kind.
             print_config: Print the resolved config as JSON, and stop.
             help_keys: List the config keys of a section (or of all) with their meanings and defaults, and stop.
         """
@@ -230,7 +232,7 @@ class Commands:
         if debug and preset not in (None, "debug"):
             raise UsageError(f"--debug means --preset debug, but --preset {preset} is given too")
         try:
-            resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps)
+            resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps, profile=profile)
         except UsageError as error:
             saved = Path(output_dir or "", "config.json")
             if config is None and preset is None and not self.config_flags and output_dir and saved.is_file():
@@ -605,10 +607,12 @@ class Commands:
         output_dir: str | None = None,
         max_steps: str | None = None,
         purpose: Purpose = "train",
+        profile: str | None = None,
     ) -> Config:
         overrides: list[tuple[str, Any]] = list(self.config_flags)
         overrides += [("output_dir", output_dir)] if output_dir is not None else []
         overrides += [("max_steps", max_steps)] if max_steps is not None else []
+        overrides += [("observe.profile", profile)] if profile is not None else []
         return self.resolver(read_config_layers(config, preset, overrides), purpose)
 
     def _launch(self, config: Config, plan: LaunchPlan) -> None:

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # From the data and the schedule, so the same in every layout.
 SAME = ("step", "lr", "tokens", "loss_tokens", "samples", "epoch", "total_tokens", "bad_rows", "dropped_rows")
-MEASURED = ("loss", "grad_norm", "padding", "micro_batches", "tok_s", "step_s", "memory")
+MEASURED = ("loss", "grad_norm", "padding", "micro_batches", "tok_s", "step_s", "mfu", "memory")
 
 
 def train_each(runs: dict[str, dict[str, Any]]) -> dict[str, float | None]:

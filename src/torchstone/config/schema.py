@@ -7,6 +7,7 @@ Files, the command line and Python all end up here (load.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -364,6 +365,12 @@ class ObserveConfig:
     sample_tokens: PositiveInt = 64
     """Maximum length of a sample in tokens."""
 
+    peak_tflops: PositiveFloat | None = None
+    """Dense TFLOP/s of one GPU in the precision of the run, for MFU; by default known from the GPU's name."""
+
+    profile: str | None = None
+    """Steps to profile: n steps after the first two, or first-last; a trace and a table go to profile/."""
+
 
 @dataclass(frozen=True)
 class SystemConfig:
@@ -467,6 +474,15 @@ def validate(config: Config, purpose: Purpose = "train") -> None:
 
 def resolve_stages_per_rank(parallel: ParallelConfig) -> int:
     return parallel.stages_per_rank or (2 if parallel.schedule == "interleaved" else 1)
+
+
+def parse_steps(text: str) -> tuple[int | None, int] | None:
+    """`3` is (None, 3): three steps. `10-12` is (10, 12): the first and the last. None if it is neither."""
+    match = re.fullmatch(r"(?:(\d{1,18})-)?(\d{1,18})", text.strip())
+    if match is None:
+        return None
+    first, last = int(match[1]) if match[1] else None, int(match[2])
+    return (first, last) if 1 <= (first or 1) <= last else None
 
 
 def resolve_save_minutes(checkpoint: CheckpointConfig) -> float | None:
@@ -680,6 +696,12 @@ RULES = [
         lambda c: c.optim.muon_learning_rate is not None and c.optim.learning_rate == 0,
         "optim.muon_learning_rate follows the schedule of optim.learning_rate, which is 0",
         "leave it out, or set --optim.learning_rate to more than 0",
+    ),
+    Rule(
+        "observe.profile",
+        lambda c: c.observe.profile is not None and parse_steps(c.observe.profile) is None,
+        "observe.profile {c.observe.profile!r} is neither a number of steps nor a range",
+        "use --observe.profile 3, or 10-12 for steps 10 to 12",
     ),
     Rule(
         "optim.decay_steps",

@@ -60,6 +60,8 @@ class StepBatch:
     loss_tokens: int
     padding: int
     first_sample: int
+    # Over the documents of this rank, weighted by their tokens: what the attention of a token costs.
+    mean_length: float = 0.0
 
 
 @dataclass
@@ -130,14 +132,12 @@ class RunData:
     def step_batch(
         self, samples: Samples, indices: np.ndarray, first_sample: int, dp_rank: int = 0, dp: int = 1
     ) -> StepBatch:
-        micro_batches = [
-            collate(
-                [[sequence for i in row for sequence in samples.get(i)] for row in ranks[dp_rank]],
-                self.pad_id,
-                self.length_multiple,
-            )
+        rows_of_steps = [
+            [[sequence for i in row for sequence in samples.get(i)] for row in ranks[dp_rank]]
             for ranks in self.batch_sizes.assign_micro_steps(indices, samples.lengths, dp)
         ]
+        micro_batches = [collate(rows, self.pad_id, self.length_multiple) for rows in rows_of_steps]
+        lengths = np.array([len(document.ids) for rows in rows_of_steps for row in rows for document in row])
         return StepBatch(
             micro_batches,
             samples=len(indices),
@@ -145,6 +145,7 @@ class RunData:
             loss_tokens=int(samples.loss_tokens[indices].sum()),
             padding=sum(int((batch.doc_ids == PADDING_DOC_ID).sum()) for batch in micro_batches),
             first_sample=first_sample,
+            mean_length=float((lengths**2).sum() / max(1, lengths.sum())),
         )
 
 

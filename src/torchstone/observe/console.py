@@ -39,16 +39,20 @@ def step_line(metrics: dict[str, Any], total: int | None, eta: str) -> str:
         f"Step [{metrics['step']}/{total or '-'}] | Loss: {metrics['loss']:.4f} | LR: {metrics['lr']:.2e} | "
         f"Grad Norm: {metrics['grad_norm']:.4f} | ETA: {eta} | Tok/s: {metrics['tok_s']:,.0f}"
     )
+    if metrics.get("mfu") is not None:
+        line += f" | MFU: {100 * metrics['mfu']:.1f} %"
+    line += f" | Memory: {metrics['memory'] / 2**30:.1f} GiB"
     return line if "val_loss" not in metrics else f"{line} | Validation loss: {metrics['val_loss']:.4f}"
 
 
 def bar_text(metrics: dict[str, Any], total: int | None, eta: str, val_loss: float | None) -> str:
     """The text beside the progress bar: two lines, short enough for 80 columns."""
     validation = "" if val_loss is None else f"  val loss {val_loss:.4f}"
+    mfu = "" if metrics.get("mfu") is None else f"  MFU {100 * metrics['mfu']:.1f} %"
     return (
         f"{metrics['step']}/{total or '-'}  loss {metrics['loss']:.4f}  norm {metrics['grad_norm']:.2f}  "
         f"{metrics['tok_s']:,.0f} tok/s  ETA {eta}\n"
-        f"epoch {metrics['epoch']:.2f}  lr {metrics['lr']:.2e}  {metrics['memory'] / 2**30:.1f} GiB{validation}"
+        f"epoch {metrics['epoch']:.2f}  lr {metrics['lr']:.2e}  {metrics['memory'] / 2**30:.1f} GiB{mfu}{validation}"
     )
 
 

@@ -75,9 +75,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak memory of the CUDA device, or the current memory of this process."""
+    """The peak of the bytes that torch allocated on a CUDA device since the last call; on a CPU, the current memory of
+    this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
     return psutil.Process().memory_info().rss
 
 

@@ -31,6 +31,7 @@ from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.eta import EtaEstimator
 from torchstone.observe.metrics import MetricsFile, memory_bytes
+from torchstone.observe.mfu import device_peak_flops, flops_per_token
 from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
@@ -69,11 +70,15 @@ class Run:
     samples_file: MetricsFile | None = None
     # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
     resumed_from: Path | None = field(init=False)
+    # FLOP/s of one device, for MFU; None if unknown.
+    peak_flops: float | None = field(init=False)
     # When training began or the last checkpoint was saved, by the monotonic clock.
     saved_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.resumed_from = self.checkpoint
+        precision, peak_tflops = self.config.training.precision, self.config.observe.peak_tflops
+        self.peak_flops = device_peak_flops(self.device, precision, peak_tflops)
 
     @property
     def device(self) -> torch.device:
@@ -400,8 +405,18 @@ def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, A
         "total_tokens": started.total_tokens,
         "tok_s": batch.tokens / seconds,
         "step_s": seconds,
+        "mfu": _mfu(run, batch, seconds),
         "memory": memory_bytes(run.device),
     }
+
+
+def _mfu(run: Run, batch: StepBatch, seconds: float) -> float | None:
+    """None without a known peak, and for the fallback, whose FLOPs are unknown."""
+    config = run.model.decoder_config
+    if run.peak_flops is None or config is None:
+        return None
+    flops = batch.tokens * flops_per_token(config, batch.mean_length)
+    return flops / (seconds * run.peak_flops * run.ctx.world_size)
 
 
 class ValidationInterruptedError(Exception):

@@ -1,0 +1,117 @@
+"""Kernel time by kind, from the Chrome trace of torch.profiler.
+
+On a GPU the time of every kernel, copy and fill counts; idle is the time in which none of them runs. On a CPU the time
+of every operation counts, without the operations that it calls; idle is the time in Python and of waiting.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = ("matmul", "attention", "loss", "optimizer", "copies", "communication", "other")
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+TOP_KERNELS = 12
+# The first pattern that a name contains decides; case does not matter.
+PATTERNS = {
+    "communication": r"nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all",
+    # The fifth template argument of softmax_warp_forward is is_log_softmax.
+    "loss": r"cross_?entropy|nll_loss|log_?softmax|logsumexp|softmax_warp_\w+<.*, \d+, true",
+    "attention": r"flash|fmha|attention|attn|sdpa|softmax",
+    # The update, and the norm and clipping of gradients. _foreach_copy_ is a copy.
+    "optimizer": r"adam|muon|triton_for_fused|aten::_foreach(?!_copy)|multi_tensor_apply(?!.*copy)",
+}
+LIBRARY_PATTERNS = {
+    "matmul": r"gemm|nvjet|cutlass|cublas|xmma|gemv|splitk|aten::(linear|matmul|mm|bmm|addmm|baddbmm|_scaled_mm)\b",
+    "copies": r"memcpy|memset|copy|CatArray|FillFunctor|aten::(to|cat|clone|contiguous|fill_|zero_|pin_memory)\b",
+}
+# Inductor names a kernel after every operation that it fuses: only one that fuses nothing else is a copy.
+COPY_OPERATIONS = r"_?to_copy|clone|copy_?|cat|_?unsafe_view|view|transpose|permute|t|slice|expand"
+INDUCTOR_PATTERNS = {
+    "matmul": r"^triton_(tem|mm)_",
+    "copies": rf"^triton_[a-z]+_fused(_({COPY_OPERATIONS}))+_\d+$",
+}
+
+
+def kernel_kind(name: str) -> str:
+    """The kind, one of `KINDS`, of a CUDA kernel or a CPU operation."""
+    patterns = PATTERNS | (INDUCTOR_PATTERNS if name.startswith("triton_") else LIBRARY_PATTERNS)
+    return next((kind for kind, pattern in patterns.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Microseconds by kernel name, how often each ran, and the microseconds in which at least one of them ran."""
+
+    by_name: dict[str, float]
+    counts: Counter[str]
+    busy: float
+
+    def by_kind(self) -> dict[str, float]:
+        times = dict.fromkeys(KINDS, 0.0)
+        for name, time in self.by_name.items():
+            times[kernel_kind(name)] += time
+        return times
+
+
+def read_trace(path: Path) -> KernelTimes:
+    """The kernel times of a Chrome trace (.json.gz); of CPU operations if no GPU was profiled."""
+    with gzip.open(path, "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES]
+    operations = kernels or _without_children([event for event in events if event.get("cat") == "cpu_op"])
+    times: dict[str, float] = {}
+    for event in operations:
+        times[event["name"]] = times.get(event["name"], 0.0) + event["dur"]
+    return KernelTimes(times, Counter(event["name"] for event in operations), _union(operations))
+
+
+def _without_children(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """CPU operations with the duration of those that they call subtracted; `span` is the whole duration."""
+    events = [event | {"span": event["dur"]} for event in events]
+    stacks: dict[Any, list[dict[str, Any]]] = {}
+    for event in sorted(events, key=lambda event: (event["ts"], -event["span"])):
+        stack = stacks.setdefault(event["tid"], [])
+        while stack and event["ts"] >= stack[-1]["ts"] + stack[-1]["span"]:
+            stack.pop()
+        if stack:
+            stack[-1]["dur"] -= event["span"]
+        stack.append(event)
+    return events
+
+
+def _union(events: Iterable[dict[str, Any]]) -> float:
+    """The time that the events cover together."""
+    total, end = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event["ts"]):
+        stop = event["ts"] + event.get("span", event["dur"])
+        total += max(0.0, stop - max(end, event["ts"]))
+        end = max(end, stop)
+    return total
+
+
+def kernel_table(times: KernelTimes, first: int, last: int, seconds: float) -> str:
+    """Milliseconds per step by kind, and the kernels that take the most time. `seconds`: duration of all steps."""
+    steps = last - first + 1
+    step_ms = 1e3 * seconds / steps
+    counts = Counter[str]()
+    for name, calls in times.counts.items():
+        counts[kernel_kind(name)] += calls
+    lines = [
+        f"profile of steps {first} to {last}: {step_ms:.1f} ms a step",
+        f"{'kind':<16}{'ms':>10}{'share':>10}{'kernels':>10}",
+    ]
+    idle = max(0.0, step_ms - times.busy / 1e3 / steps)
+    rows = [(kind, time / 1e3 / steps, counts[kind] / steps) for kind, time in times.by_kind().items()]
+    for kind, ms, count in [*rows, ("idle", idle, 0.0)]:
+        lines.append(f"{kind:<16}{ms:>10.2f}{100 * ms / step_ms:>8.1f} %{count:>10.0f}".rstrip())
+    lines.append("kernels with the most time:")
+    for name, time in sorted(times.by_name.items(), key=lambda item: -item[1])[:TOP_KERNELS]:
+        lines.append(f"{time / 1e3 / steps:>10.2f} ms  {kernel_kind(name):<14}{name[:100]}")
+    return "\n".join(lines)

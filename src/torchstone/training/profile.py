@@ -1,0 +1,83 @@
+"""Profiles steps of a run (`observe.profile`) with torch.profiler: a Chrome trace and a table of kernel time by kind.
+
+Only rank 0 profiles. The profiler records what runs and changes nothing of it; the profiled steps take a little longer.
+What lies between two profiled steps, such as a validation, is profiled too.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchstone.atomic import write_text
+from torchstone.config.schema import parse_steps
+from torchstone.observe.kernel_times import kernel_table, read_trace
+from torchstone.training.loop import Callback, Run
+
+# Steps that compile and warm up.
+SKIPPED_STEPS = 2
+
+
+class StepProfiler(Callback):
+    """Profiles the steps of `observe.profile`. `close` ends it, also after an error."""
+
+    def __init__(self, run: Run) -> None:
+        steps = parse_steps(run.config.observe.profile or "")
+        assert steps is not None, "checked with the config"
+        first, last = steps
+        if first is None:
+            first = run.progress.step + 1 + SKIPPED_STEPS
+            last = first + last - 1
+        self.run, self.first, self.last = run, first, last
+        self._profiler: profile | None = None
+        self._started, self._is_done = 0.0, False
+
+    def on_start(self, run: Run) -> None:
+        self._start_before(run.progress.step + 1)
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.last:
+            self.close()
+        self._start_before(metrics["step"] + 1)
+
+    def close(self) -> None:
+        """Writes what has been profiled. The run may have ended before the last step to profile."""
+        if self._is_done:
+            return
+        self._is_done = True
+        if self._profiler is not None:
+            self._synchronize()
+            seconds = time.perf_counter() - self._started
+            self._profiler.stop()
+            if self.run.progress.step >= self.first:
+                self._write(self._profiler, min(self.run.progress.step, self.last), seconds)
+                return
+        self.run.console.warn(f"steps {self.first} to {self.last} were not profiled: the run had none of them")
+
+    def _start_before(self, step: int) -> None:
+        if step != self.first or self._is_done:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self.run.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+        self._synchronize()
+        self._started = time.perf_counter()
+
+    def _synchronize(self) -> None:
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
+
+    def _write(self, profiler: profile, last: int, seconds: float) -> None:
+        first, folder = self.first, self.run.output_dir / "profile"
+        folder.mkdir(exist_ok=True)
+        trace = folder / f"steps-{first}-{last}.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        table = kernel_table(read_trace(trace), first, last, seconds)
+        write_text(trace.with_name(f"steps-{first}-{last}.txt"), f"{table}\n")
+        self.run.console.info(table)
+        self.run.console.info(f"trace for https://ui.perfetto.dev or chrome://tracing: {trace}")
