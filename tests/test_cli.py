@@ -19,6 +19,7 @@ import torch
 from tiny import flags, write_rows
 from torchstone import __version__, api
 from torchstone.atomic import lock_run_folder
+from torchstone.errors import UsageError
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -353,8 +354,8 @@ def test_a_tilde_is_the_home_folder_in_a_path(
     for command in (("evaluate", "~/m", "--data", "d"), ("export", "~/m", "out"), ("chat", "~/m"), ("generate", "~/m")):
         _, _, err = torchstone(*command)
         assert f"model folder {tmp_path}/m does not exist" in err
-    _, _, err = torchstone("tokenizer", "train", tmp_path / "tokenizer", "--data", "~/d.jsonl")
-    assert f"data file {tmp_path}/d.jsonl does not exist" in err
+    with pytest.raises(UsageError, match=f"data file {tmp_path}/d.jsonl does not exist"):
+        api.train_tokenizer("~/d.jsonl", tmp_path / "tokenizer")
 
 
 def test_spaces_after_commas_are_no_part_of_names(torchstone: Command, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ TURNS = [
     {"role": "assistant", "content": "Bye"},
 ]
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
+OLD_CALL = "{% if m.function_call %}CALL {{ m.function_call.name }}{% endif %}"
 
 
 def build_cache(
@@ -199,23 +200,26 @@ class TestFormats:
         call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": [1, "y"]}'}}
         cache = build_cache([{"messages": [TURNS[1], call]}], chatml, tmp_path / "old")
         assert marked_text(cache, chatml) == texts[0]
-        (tmp_path / "t.jinja").write_text(
-            "{% for m in messages %}{{ m.content }}{% if m.function_call %}CALL {{ m.function_call.name }}{% endif %}"
-            "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %};{% endfor %}"
-        )
-        both = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
-        cache = build_cache([{"messages": [TURNS[1], call]}], both, tmp_path / "both")
-        assert marked_text(cache, both) == "Hello.;⟦CALL f;⟧"
-        (tmp_path / "t.jinja").write_text(
-            "{% for m in messages %}{{ m.content }}{% if m.function_call %}CALL {{ m.function_call.name }}{% endif %};"
-            "{% endfor %}"
-        )
-        old = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
-        cache = build_cache([{"messages": [TURNS[1], call]}], old, tmp_path / "only")
-        assert marked_text(cache, old) == "Hello.;⟦CALL f;⟧"
         for number, (value, reason) in enumerate([("{x", "is a string that is not JSON"), ("[1]", "not an object")]):
             with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
                 build_cache([row(value)], chatml, tmp_path / f"bad-{number}")
+
+    @pytest.mark.parametrize(
+        "calls",
+        [
+            OLD_CALL,
+            "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}",
+            OLD_CALL + "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}",
+        ],
+        ids=["function_call", "tool_calls", "both"],
+    )
+    def test_a_function_call_is_rendered_once(self, tokenizer: Tokenizer, tmp_path: Path, calls: str) -> None:
+        """Whichever of its two names a template knows."""
+        (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}" + calls + ";{% endfor %}")
+        chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+        cache = build_cache([{"messages": [TURNS[1], call]}], chosen, tmp_path)
+        assert marked_text(cache, chosen) == "Hello.;⟦CALL f;⟧"
 
     def test_a_template_that_concatenates_arguments_gets_their_text(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         source = (

@@ -182,12 +182,6 @@ def download_with_config(config: Config, weights: bool = False) -> Config:
     return pin_hub_names(config, Console(config.observe.console if local_rank() == 0 else "none"), weights)
 
 
-def _later_end(training: TrainingConfig, step: int) -> str:
-    limits = {"max_steps": training.max_steps, "max_epochs": training.max_epochs, "max_tokens": training.max_tokens}
-    later = {name: 2 * limit for name, limit in limits.items() if limit is not None} or {"max_steps": 2 * step}
-    return " ".join(f"--training.{name} {limit}" for name, limit in later.items())
-
-
 def prepare(
     config: Config | str | Path | None = None, overrides: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> dict[str, Any]:
@@ -582,6 +576,12 @@ def _optimizer_text(optim: OptimConfig) -> str:
 def _check_minimum(name: str, value: int | None, minimum: int) -> None:
     if value is not None and value < minimum:
         raise UsageError(f"{name} {value} is less than {minimum}")
+
+
+def _later_end(training: TrainingConfig, step: int) -> str:
+    limits = {"max_steps": training.max_steps, "max_epochs": training.max_epochs, "max_tokens": training.max_tokens}
+    later = {name: 2 * limit for name, limit in limits.items() if limit is not None} or {"max_steps": 2 * step}
+    return " ".join(f"--training.{name} {limit}" for name, limit in later.items())
 
 
 def _count(count: int, noun: str) -> str:
