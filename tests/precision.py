@@ -24,7 +24,7 @@ from torchstone.models.execution import ExecutionOptions
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel import build
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_runner
-from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, Precision, mixed_precision_policy
+from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, mixed_precision_policy
 from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.training.step import compute_gradients
@@ -53,7 +53,7 @@ def step_batch(batches: Sequence[MicroBatch], all_batches: Sequence[MicroBatch] 
     return StepBatch(list(batches), samples=0, tokens=0, loss_tokens=loss_tokens, padding=0, first_sample=0)
 
 
-def single_process_runner(folder: Path, device: torch.device, precision: Precision, **execution: Any) -> Runner:
+def single_process_runner(folder: Path, device: torch.device, precision: str, **execution: Any) -> Runner:
     """The model as one process trains it: without a mesh."""
     builder = ModelBuilder(device, PARAM_DTYPE[precision], COMPUTE_DTYPE[precision])
     options = ExecutionOptions(packed=True, **execution)
@@ -64,7 +64,7 @@ def single_process_runner(folder: Path, device: torch.device, precision: Precisi
 def open_runner(
     folder: Path,
     device: torch.device,
-    precision: Precision,
+    precision: str,
     parallel: Parallel,
     reduce_dtype: torch.dtype = torch.float32,
     **execution: Any,

@@ -222,12 +222,13 @@ class TestChoice:
             raise PackageNotFoundError(name)
 
         monkeypatch.setattr(liger, "version", nightly_build)
-        assert choose_liger(("auto",), config_of(LLAMA), "none", CUDA).kernels == ALL
+        assert choose_liger(("auto",), config_of(LLAMA), "none", CUDA).kernels == ALL[:3]
 
     @pytest.mark.usefixtures("installed")
     @pytest.mark.parametrize("case", CASES, ids="-".join)
     def test_auto_chooses_all_kernels_that_the_family_can_use(self, case: Case, config_of: ConfigOf) -> None:
-        unusable = UNUSABLE.get(case[0], set()) | UNUSABLE_BY_SHAPE.get(case, set())
+        # The loss has a chunked implementation of ours, which is faster.
+        unusable = UNUSABLE.get(case[0], set()) | UNUSABLE_BY_SHAPE.get(case, set()) | {"loss"}
         choice = choose_liger(("auto",), config_of(case), "none", CUDA)
         assert choice.kernels == tuple(kernel for kernel in ALL if kernel not in unusable)
         assert all(kernel in choice.reason for kernel in unusable)
@@ -252,9 +253,9 @@ class TestChoice:
 
     @pytest.mark.usefixtures("installed")
     @pytest.mark.parametrize("compile", ["block", "whole"])
-    def test_with_compile_only_the_loss_is_used(self, compile: Any, config_of: ConfigOf) -> None:
+    def test_with_compile_only_the_loss_can_be_used(self, compile: Any, config_of: ConfigOf) -> None:
         choice = choose_liger(("auto",), config_of(LLAMA), compile, CUDA)
-        assert choice.kernels == ("loss",)
+        assert choice.kernels == ()
         assert "not norm, rope, mlp: model.compile" in choice.reason
         assert choose_liger(("loss",), config_of(LLAMA), compile, CUDA).kernels == ("loss",)
         for kernel in ("norm", "rope", "mlp"):
@@ -262,8 +263,8 @@ class TestChoice:
                 choose_liger((kernel,), config_of(LLAMA), compile, CUDA)
 
     @pytest.mark.usefixtures("installed")
-    def test_a_small_vocabulary_uses_the_fused_loss_only_if_requested(self, tmp_path: Path) -> None:
-        config = read_model_config(make_model(tmp_path, "llama", vocab_size=32))[2]
+    def test_the_fused_loss_is_used_only_if_requested(self, config_of: ConfigOf) -> None:
+        config = config_of(LLAMA)
         assert "loss" not in choose_liger(("auto",), config, "none", CUDA).kernels
         assert choose_liger(("auto", "loss"), config, "none", CUDA).kernels == ALL
         assert choose_liger(("loss",), config, "none", CUDA).kernels == ("loss",)
@@ -277,7 +278,7 @@ class TestChoice:
 class TestNative:
     def test_without_kernels_a_decoder_is_unchanged(self, folder_of: FolderOf, not_installed: None) -> None:
         model = load_model(folder_of(LLAMA), CPU, execution=ExecutionOptions(liger=("auto",)))
-        assert model.notes[-1] == "liger: none (the package liger-kernel is not installed)"
+        assert "liger: none (the package liger-kernel is not installed)" in model.notes
         assert set(kernels_in(model.module)) == {None}
         model = load_model(folder_of(LLAMA), CPU)
         assert not [note for note in model.notes if note.startswith("liger")]

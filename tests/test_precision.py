@@ -40,7 +40,7 @@ from tiny_families import VOCABULARY, make_model
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.data.loader import StepBatch
-from torchstone.parallel.fsdp import Precision, mixed_precision_policy
+from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training.step import compute_gradients, optimizer_step
@@ -134,7 +134,7 @@ class TestDtypes:
 
     def test_parameters_gradients_and_moments_are_fp32_in_every_layout(self, folder: Path) -> None:
         names = {name for name, _ in load_model(folder, CPU).named_parameters()}
-        cases: dict[str, tuple[Precision, Parallel]] = {name: ("bf16", layout) for name, layout in LAYOUTS.items()}
+        cases: dict[str, tuple[str, Parallel]] = {name: ("bf16", layout) for name, layout in LAYOUTS.items()}
         cases |= {"bf16-pure": ("bf16-pure", {"dp_shard": 2}), "fp32": ("fp32", {"dp_shard": 2})}
         ranks = launch_procs(dtypes_of_cases, 2, folder, cases)
         results = {case: [rank[case] for rank in ranks] for case in cases}
@@ -151,11 +151,11 @@ class TestDtypes:
             assert counts == {compute_dtype: 12 if case == "tp 2" else 6}, case
 
 
-def dtypes_of_cases(folder: Path, cases: dict[str, tuple[Precision, Parallel]]) -> dict[str, Any]:
+def dtypes_of_cases(folder: Path, cases: dict[str, tuple[str, Parallel]]) -> dict[str, Any]:
     return {name: dtypes_after_step(folder, precision, parallel) for name, (precision, parallel) in cases.items()}
 
 
-def dtypes_after_step(folder: Path, precision: Precision, parallel: Parallel) -> dict[str, Any]:
+def dtypes_after_step(folder: Path, precision: str, parallel: Parallel) -> dict[str, Any]:
     """The dtypes of this rank's parameters, gradients and moments by name, and of its blocks' outputs."""
     dtypes: dict[str, Any] = {"activations": []}
     with open_runner(folder, CPU, precision, parallel) as runner:
@@ -223,7 +223,7 @@ class TestReduction:
                     assert distance(wrong[name].double(), total) > 1.1 * rounding, (case, name)
 
 
-def gradients_of_layouts(folder: Path, precision: Precision, layouts: dict[str, Parallel]) -> dict[Any, Tensors]:
+def gradients_of_layouts(folder: Path, precision: str, layouts: dict[str, Parallel]) -> dict[Any, Tensors]:
     gradients = {}
     for name, parallel in layouts.items():
         for reduce_dtype in (torch.float32, torch.bfloat16):
@@ -259,7 +259,7 @@ def losses_of_layouts(folder: Path) -> dict[str, list[float]]:
     return {name: train_losses(folder, "bf16", parallel) for name, (parallel, _) in LOSS_LIMITS.items()}
 
 
-def train_losses(folder: Path, precision: Precision, parallel: Parallel) -> list[float]:
+def train_losses(folder: Path, precision: str, parallel: Parallel) -> list[float]:
     """The losses of six steps, which have the same two batches in turn."""
     with open_runner(folder, CPU, precision, parallel) as runner:
         optimizer, losses = make_optimizer(runner), []

@@ -188,7 +188,9 @@ class TestPreviousRun:
         config = show_config("mid_train")
         assert (config["model.path"], config["output_dir"]) == ("runs/base-d12", "runs/mid-d12")
         assert show_config("chat_sft")["model.path"] == "runs/base-d12"
-        assert "mid_train: starting from runs/base-d12, the newest base run\n" in script("mid_train", "--print-config")
+        assert (
+            "mid_train: starting from runs/base-d12, the newest base run\n" in script("mid_train", "--print-config")[2]
+        )
         make_run("mid-d4", 50)
         config = show_config("chat_sft")
         assert (config["model.path"], config["output_dir"]) == ("runs/mid-d4", "runs/sft-d4")
@@ -206,13 +208,13 @@ class TestPreviousRun:
         )
         _, out, err = script("chat_sft", "--depth=4", "--print-config")
         assert json.loads(out)["model"]["path"] == "runs/base-d4"
-        assert err == "chat_sft: starting from runs/base-d4, the base run of depth 4\n"
+        assert err.startswith("chat_sft: starting from runs/base-d4, the base run of depth 4\n")
         assert show_config("chat_sft", "--depth", 12)["model.path"] == "runs/mid-d12"
 
     def test_model_path_replaces_it(self, script: RunScript, show_config: ShowConfig) -> None:
         make_run("base-d4", 100)
         _, out, err = script("mid_train", "--model.path", "my-llama", "--print-config")
-        assert err == ""
+        assert err == "what auto means is decided when the run starts: my-llama is not a model folder here\n"
         assert json.loads(out)["model"]["path"] == "my-llama"
         assert json.loads(out)["output_dir"] == "runs/mid"
         assert show_config("chat_sft", "--preset", "demo-chat")["model.path"] == "runs/demo/pretrain"

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -52,14 +52,27 @@ from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenize
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
 from torchstone.diagnose import collectives
-from torchstone.errors import UsageError
-from torchstone.models.execution import ExecutionOptions, check_fallback_execution
+from torchstone.errors import TorchstoneError, UsageError
+from torchstone.models.attention import BackendChoice
+from torchstone.models.execution import (
+    AS_REQUESTED,
+    Choice,
+    ExecutionOptions,
+    LossChoice,
+    check_fallback_execution,
+    choose_attention,
+    choose_compile,
+    choose_loss,
+    choose_recompute,
+)
 from torchstone.models.model import Model
 from torchstone.models.sizing import build_sized_decoder_config
 from torchstone.observe.console import Console
 from torchstone.optim.schedule import resolve_warmup_steps
 from torchstone.parallel.build import stage_layer_ranges
+from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.mesh import (
+    SINGLE_PROCESS,
     init_distributed,
     is_distributed,
     local_rank,
@@ -68,6 +81,7 @@ from torchstone.parallel.mesh import (
 )
 from torchstone.training import run_folder
 from torchstone.training.checks import check_memory, translate_out_of_memory
+from torchstone.training.defaults import choose_precision, execution_options
 from torchstone.training.evaluate import AnswerOptions, evaluate_file
 from torchstone.training.generation import (
     DEFAULT_TEMPERATURE,
@@ -175,6 +189,34 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
         # A run: its checkpoint is chosen and checked later.
         return
     stage_layer_ranges(decoder_config, dims, config.parallel)
+
+
+def describe_defaults(config: Config) -> str:
+    """What the settings that are `auto` mean on this machine, in a new run that is not short."""
+    model, later = config.model, "what auto means is decided when the run starts"
+    if model.path is not None and not is_model_folder(Path(model.path)):
+        return f"{later}: {model.path} is not a model folder here"
+    try:
+        device = select_device(config.system)
+        if model.path is None:
+            decoder_config = build_sized_decoder_config(model, vocab_size=8, context_length=8)
+        else:
+            _, _, decoder_config = read_model_config(Path(model.path))
+    except TorchstoneError as error:
+        return f"{later}: {error.message}"
+    precision = choose_precision(config, device, SINGLE_PROCESS, {})
+    execution = replace(execution_options(config, SINGLE_PROCESS, device), tp=config.parallel.tp, pp=config.parallel.pp)
+    dtype, compile_ = COMPUTE_DTYPE[precision.value], choose_compile(execution, device)
+    choices: dict[str, Choice | BackendChoice | LossChoice] = {
+        "training.precision": precision,
+        "model.attention": choose_attention(decoder_config, execution, device, dtype),
+        "model.compile": compile_,
+        "model.recompute": choose_recompute(execution, compile_.value),
+        "model.fused": Choice("none", "no gain measured" if "auto" in model.fused else AS_REQUESTED),
+        "model.loss": choose_loss(decoder_config, execution, device, dtype),
+    }
+    texts = [f"{key} {choice}" for key, choice in choices.items() if choice.reason != AS_REQUESTED]
+    return f"auto on {device}: {'; '.join(texts)}"
 
 
 def download_with_config(config: Config, weights: bool = False) -> Config:

@@ -223,7 +223,7 @@ class Commands:
             max_steps: Number of optimizer steps.
             max_restarts: How many times to restart the workers from the last checkpoint after a failure.
             profile: Steps to profile, such as 3 (after the first two) or 10-12: a trace and kernel times by kind.
-            print_config: Print the resolved config as JSON, and stop.
+            print_config: Print the resolved config as JSON, and what `auto` means here on stderr, and stop.
             help_keys: List the config keys of a section (or of all) with their meanings and defaults, and stop.
         """
         if help_keys is not None:
@@ -241,6 +241,9 @@ class Commands:
             raise
         if print_config:
             _print_json(to_dict(resolved))
+            from torchstone import api
+
+            heartbeat.print_line(api.describe_defaults(resolved))
             return
         plan = plan_launch(options, resolved.system, os.environ, max_restarts)
         if plan is not None:

@@ -36,7 +36,7 @@ from torchstone.checkpoint.save import hf_state_dict
 from torchstone.config import load_config
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.observe.metrics import read_metrics
-from torchstone.parallel.fsdp import Precision, mixed_precision_policy
+from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.training.loop import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
@@ -60,7 +60,7 @@ def random_batches(seed: int, count: int = 8) -> list[MicroBatch]:
     return batches
 
 
-def train_losses(folder: Path, precision: Precision, **execution: Any) -> list[float]:
+def train_losses(folder: Path, precision: str, **execution: Any) -> list[float]:
     """The losses of ten steps, which have the same two batches in turn."""
     with open_runner(folder, CUDA, precision, {}, **execution) as runner:
         optimizer, losses = make_optimizer(runner), []

@@ -30,6 +30,7 @@ from torchstone.models.execution import (
     check_compiler,
     check_fallback_execution,
     choose_attention,
+    choose_compile,
 )
 from torchstone.models.fallback.probing import PACKING_METHODS
 from torchstone.models.families import FAMILIES, Family, dropout_warning, family_of
@@ -237,7 +238,7 @@ def _load_native(
         decoders[0],
         hf_config,
         generation_config.read_bytes() if generation_config.is_file() else None,
-        notes=[f"attention: {choice.backend} ({choice.reason})", *builder.notes],
+        notes=[f"attention: {choice}", *builder.notes],
         warnings=warnings + _misspelled_keys(hf_config),
         family=family,
         decoders=decoders,
@@ -257,8 +258,9 @@ def _check_native_execution(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
 ) -> None:
     choose_attention(config, execution, device, dtype)
-    choose_liger(execution.liger, config, execution.compile, device, execution.tp, execution.loss)
-    if execution.compile != "none":
+    compile_ = choose_compile(execution, device).value
+    choose_liger(execution.liger, config, compile_, device, execution.tp, execution.loss)
+    if compile_ != "none":
         check_compiler(device)
 
 

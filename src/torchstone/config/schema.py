@@ -110,15 +110,15 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "flash", "flex", "eager", "flash-attn", "fa3", "fa4"] = "auto"
     """Attention kernel; auto selects the fastest one that separates packed documents, and logs it."""
 
-    fused: tuple[Literal["qkv", "gate_up"], ...] = ()
-    """Projections to fuse into one matrix: qkv, gate_up. Saved files do not change."""
+    fused: tuple[Literal["auto", "qkv", "gate_up"], ...] = ("auto",)
+    """Projections to fuse into one matrix: qkv, gate_up; auto is none. Saved files do not change."""
 
-    recompute: Literal["none", "elementwise", "selective", "full"] = "none"
+    recompute: Literal["auto", "none", "elementwise", "selective", "full"] = "auto"
     """Activation checkpointing: recompute each block (full), all but attention and half the matmuls (selective), or
-    norms and gated activations (elementwise)."""
+    norms and gated activations (elementwise); auto is elementwise in compiled blocks, which costs almost no time."""
 
-    compile: Literal["none", "block", "whole"] = "none"
-    """torch.compile of each block, or of the whole model."""
+    compile: Literal["auto", "none", "block", "whole"] = "auto"
+    """torch.compile of each block, or of the whole model; auto is block on a GPU unless the run is too short."""
 
     loss: Literal["auto", "full", "chunked"] = "auto"
     """Head and loss: with all logits in memory (full), or for one chunk of tokens at a time (chunked); auto is chunked
@@ -216,8 +216,9 @@ class TrainingConfig:
     seed: NonNegativeInt = 0
     """Seed of the initialization, the order of the data and the validation split."""
 
-    precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"
-    """fp32, bf16 (bf16 compute; fp32 weights, reduction and moments), or bf16-pure (also bf16 weights and moments)."""
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
+    """fp32, bf16 (bf16 compute; fp32 weights, reduction and moments), or bf16-pure (also bf16 weights and moments).
+    auto is bf16 on a GPU that has it and fp32 on a CPU; a resumed run keeps its precision."""
 
     validate_every_steps: PositiveInt | None = None
     """Validate every n optimizer steps."""

@@ -28,7 +28,7 @@ def launch(
     tokens, size = logits_NV.shape
     block = min(MAX_BLOCK, triton.next_power_of_2(size))
     num_warps = max(1, min(MAX_WARPS, block // ELEMENTS // 32))
-    _kernel[(tokens,)](
+    cross_entropy_kernel[(tokens,)](
         logits_NV, labels_N, statistics_3N, logits_NV.stride(0), statistics_3N.stride(0), head.vocab_start,
         head.vocab_size, 1.0 / head.divisor, head.softcap or 1.0, 1.0 / (head.softcap or 1.0), SIZE=size,
         IGNORE=IGNORE_INDEX, HAS_DIVISOR=head.divisor != 1.0, HAS_SOFTCAP=head.softcap is not None,
@@ -49,7 +49,7 @@ def _scaled(x, scale, softcap, inverse_softcap, HAS_DIVISOR: tl.constexpr, HAS_S
 
 # The number of tokens changes from step to step.
 @triton.jit(do_not_specialize=["statistics_stride"])
-def _kernel(  # type: ignore[no-untyped-def]
+def cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits, labels, statistics, logits_stride, statistics_stride, vocab_start, vocab_size, scale, softcap,
     inverse_softcap, SIZE: tl.constexpr, IGNORE: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,

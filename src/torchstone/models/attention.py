@@ -185,6 +185,9 @@ class BackendChoice(NamedTuple):
     backend: AttentionBackend
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.reason})"
+
 
 def choose_backend(
     requested: str, packed: bool, window: int | None, softcap: float | None, head_dim: int,

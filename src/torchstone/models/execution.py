@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ from torchstone.loss.chunked import CPU_CHUNK_TOKENS, choose_chunk_tokens, chunk
 from torchstone.models.attention import BackendChoice, KVCache, choose_backend, specialize_floats
 from torchstone.models.decoder import Block, Decoder, DecoderConfig, Fusion, LayerInputs
 
-Recompute = Literal["none", "elementwise", "selective", "full"]
-Compile = Literal["none", "block", "whole"]
+Recompute = Literal["auto", "none", "elementwise", "selective", "full"]
+Compile = Literal["auto", "none", "block", "whole"]
 Loss = Literal["auto", "full", "chunked"]
 Implementation = Literal["auto", "native", "fallback"]
 # Kinds of layers x (first shape, any shape) x (training, validation), and some to spare.
 GRAPHS_PER_BLOCK = 32
+# A run with fewer FLOPs takes seconds on a current GPU: less than its compilation.
+MIN_FLOPS_TO_COMPILE = 2e15
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class ExecutionOptions:
     liger: tuple[str, ...] = ()
     # Of the GPU that has the least, which decides the chunks of the loss; None: that of the model's device.
     free_memory: int | None = None
+    # What one device has to compute in the whole run, which decides whether to compile; None: any number.
+    run_flops: float | None = None
     trust_remote_code: bool = False
     tp: int = 1
     pp: int = 1
@@ -60,6 +65,44 @@ class ExecutionOptions:
 
 
 DEFAULT_EXECUTION = ExecutionOptions()
+
+
+class Choice(NamedTuple):
+    """The value of a setting, and the reason."""
+
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.reason})"
+
+
+AS_REQUESTED = "as requested"
+
+
+def choose_compile(execution: ExecutionOptions, device: torch.device) -> Choice:
+    if execution.compile != "auto":
+        return Choice(execution.compile, AS_REQUESTED)
+    if device.type != "cuda":
+        return Choice("none", "on a CPU")
+    if execution.tp > 1:
+        return Choice("none", "torch.compile computes wrong gradients with parallel.tp")
+    if kernels := {"norm", "rope", "mlp"}.intersection(execution.liger):
+        return Choice("none", f"model.liger {min(kernels)} would break its graphs")
+    if find_spec("triton") is None:
+        return Choice("none", "triton is not installed")
+    if execution.run_flops is not None and execution.run_flops < MIN_FLOPS_TO_COMPILE:
+        return Choice("none", f"the run is too short: {execution.run_flops / 1e15:.2g} PFLOP per device")
+    return Choice("block", "the first steps take longer")
+
+
+def choose_recompute(execution: ExecutionOptions, compile: str) -> Choice:
+    """`compile`: what `choose_compile` has chosen."""
+    if execution.recompute != "auto":
+        return Choice(execution.recompute, AS_REQUESTED)
+    if compile == "none":
+        return Choice("none", "nothing is compiled")
+    return Choice("elementwise", "almost free in compiled blocks")
 
 
 def choose_attention(
@@ -76,18 +119,15 @@ def choose_attention(
     )
 
 
-@dataclass(frozen=True)
-class LossChoice:
+class LossChoice(NamedTuple):
     """The tokens of a chunk, or None for all logits at once, and the reason."""
 
     chunk_tokens: int | None
     reason: str
 
-    @property
-    def notes(self) -> list[str]:
-        if self.chunk_tokens is None:
-            return [f"loss: full ({self.reason})"]
-        return [f"loss: chunked, {self.chunk_tokens} tokens at a time ({self.reason})"]
+    def __str__(self) -> str:
+        kind = "full" if self.chunk_tokens is None else f"chunked, {self.chunk_tokens} tokens at a time"
+        return f"{kind} ({self.reason})"
 
 
 def get_free_memory(device: torch.device) -> int | None:
@@ -100,7 +140,7 @@ def choose_loss(
 ) -> LossChoice:
     """Ranks that share a vocabulary must compute the same chunks, so they need the same `execution.free_memory`."""
     free_memory = execution.free_memory or get_free_memory(device)
-    reason = "as requested" if execution.loss != "auto" else f"on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
+    reason = AS_REQUESTED if execution.loss != "auto" else f"on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
     if execution.loss == "full" or (execution.loss == "auto" and device.type != "cuda"):
         return LossChoice(None, reason)
     if free_memory is None:
@@ -134,7 +174,7 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
         )
     options = {
         f"model.recompute {execution.recompute}": execution.recompute in ("elementwise", "selective"),
-        "model.compile": execution.compile != "none",
+        "model.compile": execution.compile in ("block", "whole"),
         "model.fused": bool(execution.fused),
         # What a model does between its head and its logits (scales, soft caps, biases) is not known outside of it.
         "model.loss chunked": execution.loss == "chunked",
@@ -147,7 +187,7 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
         )
 
 
-def apply_activation_checkpointing(decoder: Decoder, mode: Recompute) -> None:
+def apply_activation_checkpointing(decoder: Decoder, mode: str) -> None:
     """Wraps every block in place; call it before `compile_decoder`."""
     if mode == "none":
         return
@@ -194,7 +234,7 @@ def check_compiler(device: torch.device) -> None:
         ) from None
 
 
-def compile_decoder(decoder: Decoder, mode: Compile, backend: Any = "inductor") -> None:
+def compile_decoder(decoder: Decoder, mode: str, backend: Any = "inductor") -> None:
     """Compiles in place: parameter names stay as they are."""
     if mode == "none":
         return

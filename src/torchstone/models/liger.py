@@ -5,7 +5,7 @@
 | norm | RMSNorm | its fp32 copies | layer norms |
 | rope | rotary of queries and keys | three of five passes over them | partial rotary; models without RoPE |
 | mlp | activation(gate) * up | the activation, recomputed in the backward pass | ungated MLPs, other activations |
-| loss | head and cross-entropy (loss/fused.py) | the logits and their copies | a vocabulary not larger than the width |
+| loss | head and cross-entropy (loss/fused.py) | the logits and their copies | `auto`: model.loss chunked is faster |
 
 torch.compile fuses all but the loss by itself, and Liger's kernels would break its graphs, so with model.compile only
 the loss is used. All kernels need a CUDA device. A kernel computes the same as decoder.py up to bf16 rounding; kernels
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torchstone.errors import UsageError
 from torchstone.loss.fused import fused_loss_sum
 from torchstone.models.decoder import MLP, Attention, Decoder, DecoderConfig, RMSNorm
-from torchstone.models.execution import Compile, Loss
+from torchstone.models.execution import Loss
 from torchstone.models.fallback.module import eval_mode
 from torchstone.models.rope import CosSin
 
@@ -73,7 +73,7 @@ class LigerChoice:
 def choose_liger(
     requested: Sequence[str],
     config: DecoderConfig,
-    compile: Compile,
+    compile: str,
     device: torch.device,
     tp: int = 1,
     loss: Loss = "auto",
@@ -90,8 +90,8 @@ def choose_liger(
     if loss != "auto":
         unsupported_reasons["loss"] = unsupported_reasons["loss"] or f"model.loss is {loss}"
     _check_requested(requested, unsupported_reasons)
-    if "loss" not in requested and unsupported_reasons["loss"] is None and config.vocab_size <= config.width:
-        unsupported_reasons["loss"] = "the vocabulary is not larger than the width"
+    if "loss" not in requested and unsupported_reasons["loss"] is None:
+        unsupported_reasons["loss"] = "model.loss chunked is faster"
     return _choose(requested, unsupported_reasons)
 
 
@@ -162,7 +162,7 @@ def _unavailable(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"its kernels run on CUDA devices, not on {device.type}"
 
 
-def _unsupported_reason(kernel: str, config: DecoderConfig, compile: Compile) -> str | None:
+def _unsupported_reason(kernel: str, config: DecoderConfig, compile: str) -> str | None:
     """Why a kernel cannot compute its part of this model; None if it can."""
     if kernel == "loss":
         return None

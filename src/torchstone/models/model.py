@@ -23,7 +23,9 @@ from torchstone.models.execution import (
     apply_activation_checkpointing,
     apply_loss,
     check_fallback_execution,
+    choose_compile,
     choose_loss,
+    choose_recompute,
     compile_decoder,
 )
 from torchstone.models.fallback.module import FallbackModule
@@ -244,21 +246,20 @@ class NativeModel(Model):
     def apply_execution(self, execution: ExecutionOptions) -> None:
         parameter = next(self.module.parameters())
         config, device, dtype = self.module.config, parameter.device, self.module.compute_dtype or parameter.dtype
-        liger = choose_liger(execution.liger, config, execution.compile, device, execution.tp, execution.loss)
+        compile_ = choose_compile(execution, device)
+        recompute = choose_recompute(execution, compile_.value)
+        liger = choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
         if "loss" not in liger.kernels:
             loss = choose_loss(config, execution, device, dtype)
-            self.notes += loss.notes
+            self.notes.append(f"loss: {loss}")
             for part in self.model_parts:
                 apply_loss(part, loss)
         self.notes += liger.notes
-        if execution.recompute != "none":
-            self.notes.append(f"activation checkpointing: {execution.recompute}")
-        if execution.compile != "none":
-            self.notes.append(f"compile: {execution.compile}; the first steps take longer")
+        self.notes += [f"activation checkpointing: {recompute}", f"compile: {compile_}"]
         for part in self.model_parts:
             apply_liger(part, liger.kernels)
-            apply_activation_checkpointing(part, execution.recompute)
-            compile_decoder(part, execution.compile)
+            apply_activation_checkpointing(part, recompute.value)
+            compile_decoder(part, compile_.value)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return generate(self.module, *args, **kwargs)

@@ -27,14 +27,14 @@ def update(
     """
     count, (beta1, beta2) = tensors[0].numel(), betas
     with torch.cuda.device(tensors[0].device):
-        _kernel[(triton.cdiv(count, BLOCK),)](
+        adamw_kernel[(triton.cdiv(count, BLOCK),)](
             *tensors, coefficient, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, lr / (1 - beta1**step),
             (1 - beta2**step) ** 0.5, count, BLOCK, num_warps=8,
         )  # fmt: skip
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def adamw_kernel(  # type: ignore[no-untyped-def]
     parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, copy_ptr, coefficient_ptr,
     decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, correction, count, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -22,7 +22,7 @@ from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions, che
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES
 from torchstone.models.model import Model, NativeModel
-from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, Precision, apply_fsdp, mixed_precision_policy
+from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, apply_fsdp, mixed_precision_policy
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.parallel.pipeline import Pipeline, StageModule, split_layers, stage_indices
@@ -54,9 +54,7 @@ class ModelBuilder:
 class ShardedModelBuilder(ModelBuilder):
     """Builds this rank's part of a model. Afterwards `fsdp_roots` and `stage_modules` hold its modules."""
 
-    def __init__(
-        self, ctx: ParallelContext, parallel: ParallelConfig, precision: Precision, device: torch.device
-    ) -> None:
+    def __init__(self, ctx: ParallelContext, parallel: ParallelConfig, precision: str, device: torch.device) -> None:
         super().__init__(device, PARAM_DTYPE[precision])
         self.ctx, self.parallel, self.precision = ctx, parallel, precision
         self.fsdp_roots: list[nn.Module] = []
@@ -166,7 +164,7 @@ def build_new_model(
     builder = builder or ModelBuilder(device, dtype)
     decoders = builder.build_decoders(config, choice.backend, execution.fused)
     fill_parameters(decoders, InitialTensors(config, std, seed))
-    notes = [f"attention: {choice.backend} ({choice.reason})", *builder.notes]
+    notes = [f"attention: {choice}", *builder.notes]
     model = NativeModel(decoders[0], hf_config, notes=notes, family=family, decoders=decoders)
     model.apply_execution(execution)
     return model

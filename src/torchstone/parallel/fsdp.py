@@ -17,7 +17,6 @@ Gradients are summed, not averaged: the loss is already divided by the global to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -26,14 +25,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchstone.config.schema import ParallelConfig
 
-Precision = Literal["fp32", "bf16", "bf16-pure"]
 # The dtype of the parameters that the optimizer updates.
 PARAM_DTYPE = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}
 # The dtype of the computation.
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
 
-def mixed_precision_policy(precision: Precision, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
+def mixed_precision_policy(precision: str, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
     """Returns FSDP2's policy. Inputs are not cast: some, like cos and sin, are fp32 on purpose."""
     param_dtype = torch.bfloat16 if precision == "bf16" else None
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)

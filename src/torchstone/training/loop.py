@@ -39,7 +39,13 @@ from torchstone.training.checks import check_finite, check_saved_state, translat
 from torchstone.training.sample_text import Prompt, generate_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
-from torchstone.training.step import StepResult, compute_gradients, optimizer_step, validation_loss
+from torchstone.training.step import (
+    StepResult,
+    compute_gradients,
+    optimizer_step,
+    record_event,
+    validation_loss,
+)
 from torchstone.training.stop import StopRequest, handle_stop_signals
 
 # In steps. Python would collect in the middle of a step, on each rank at another time.
@@ -138,6 +144,9 @@ class Callback:
 
     def on_start(self, run: Run) -> None: ...
 
+    def on_step_begin(self, run: Run, step: int) -> None:
+        """Before a step is started. On a GPU the step before it may still run."""
+
     def on_step(self, run: Run, metrics: dict[str, Any]) -> None: ...
 
     def on_validation(self, run: Run, loss: float) -> None: ...
@@ -179,6 +188,8 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
         ):  # fmt: skip
             if run.should_stop() or schedule.is_done(progress):
                 break
+            for callback in callbacks:
+                callback.on_step_begin(run, progress.step + 1)
             log.add(_start_step(run, batch))
             report_phase(f"waiting for the other ranks after step {progress.step}")
             run.request_save_if_due()
@@ -214,6 +225,8 @@ class StartedStep:
     lr: float
     epoch: float
     total_tokens: int
+    # The peak while it was started. On a GPU the allocator knows only the order of the host.
+    memory: int
 
 
 def _start_step(run: Run, batch: StepBatch) -> StartedStep:
@@ -228,13 +241,14 @@ def _start_step(run: Run, batch: StepBatch) -> StartedStep:
     progress.samples += batch.samples
     progress.tokens += batch.tokens
     progress.loss_tokens += batch.loss_tokens
-    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens)
+    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory_bytes(run.device))
 
 
 class _StepLog:
     """Reads the numbers of steps and writes their metrics. `metrics` are those of the last step that was read.
 
-    `is_delayed`: a step's numbers are read when the next one has been started. A callback gets them at once.
+    `is_delayed`: a step's numbers are read when the next one has been started, and its duration is that on the device.
+    A callback gets them at once.
     """
 
     def __init__(self, run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> None:
@@ -246,7 +260,7 @@ class _StepLog:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        self._clock = time.perf_counter()
+        self._clock, self._event = time.perf_counter(), record_event(self.run.device)
 
     def add(self, started: StartedStep) -> None:
         self.write()
@@ -260,8 +274,11 @@ class _StepLog:
         if started is None:
             return
         check_finite(started.step, started.result, self.run.runner)
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        now, event = time.perf_counter(), started.result.event
+        seconds = now - self._clock
+        if self.is_delayed and self._event is not None and event is not None:
+            seconds = self._event.elapsed_time(event) / 1e3
+        self._clock, self._event = now, event
         self.metrics = _step_metrics(self.run, started, seconds)
         self.run.eta.add_step(seconds, started.batch.tokens)
         for callback in self.callbacks:
@@ -406,7 +423,7 @@ def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, A
         "tok_s": batch.tokens / seconds,
         "step_s": seconds,
         "mfu": _mfu(run, batch, seconds),
-        "memory": memory_bytes(run.device),
+        "memory": started.memory,
     }
 
 

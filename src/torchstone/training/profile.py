@@ -7,7 +7,6 @@ What lies between two profiled steps, such as a validation, is profiled too.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -35,13 +34,11 @@ class StepProfiler(Callback):
         self._profiler: profile | None = None
         self._started, self._is_done = 0.0, False
 
-    def on_start(self, run: Run) -> None:
-        self._start_before(run.progress.step + 1)
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == self.last:
+    def on_step_begin(self, run: Run, step: int) -> None:
+        if step == self.first:
+            self._start()
+        elif step > self.last:
             self.close()
-        self._start_before(metrics["step"] + 1)
 
     def close(self) -> None:
         """Writes what has been profiled. The run may have ended before the last step to profile."""
@@ -57,9 +54,7 @@ class StepProfiler(Callback):
                 return
         self.run.console.warn(f"steps {self.first} to {self.last} were not profiled: the run had none of them")
 
-    def _start_before(self, step: int) -> None:
-        if step != self.first or self._is_done:
-            return
+    def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self.run.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

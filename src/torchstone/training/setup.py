@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torchstone.data.loader import RunData, load_data
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.execution import ExecutionOptions, get_free_memory
+from torchstone.models.execution import ExecutionOptions
 from torchstone.models.families import family_of
 from torchstone.models.model import Model, NativeModel, padded_vocab_size
 from torchstone.models.sizing import (
@@ -51,6 +52,13 @@ from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
 from torchstone.parallel.projections import ShardedProjections
 from torchstone.training.checks import check_memory
+from torchstone.training.defaults import (
+    choose_precision,
+    execution_options,
+    run_flops,
+    slow_choices,
+    with_precision,
+)
 from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import Run, mark_best_checkpoint
 from torchstone.training.run_folder import check_identity, run_identity
@@ -68,14 +76,16 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     model_folder = checkpoint
     if checkpoint is None and config.model.path:
         model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
-    execution = _execution(config, ctx, device)
+    state = {} if checkpoint is None else read_state(checkpoint)
+    execution, requested = execution_options(config, ctx, device), config
+    precision = choose_precision(config, device, ctx, state.get("identity", {}))
+    config = with_precision(config, precision)
     # A launcher has prepared the data, which has printed these lines.
     data_console = console.log_only() if heartbeat.has_launcher() else console
-    tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
+    tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, data_console, ctx)
     identity = run_identity(config, data)
-    state = {} if checkpoint is None else read_state(checkpoint)
     progress = Progress()
     if checkpoint is not None:
         check_identity(state.get("identity", {}), identity, checkpoint)
@@ -84,8 +94,10 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     schedule = plan_schedule(config, data, progress)
     check_loss_tokens(config, data, schedule, progress)
     heartbeat.report_phase("loading the model")
+    execution = replace(execution, run_flops=run_flops(parameters, data, schedule, progress, ctx))
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
+    console.info("; ".join([f"precision: {precision}", *model.notes]))
     runner = build_runner(model, builder, data.packed, config.data.context_length)
     optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
@@ -95,12 +107,28 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         restore_rng_states(checkpoint, ctx, seed, console.warn)
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
-    for warning in [*schedule_warnings(schedule.total_steps, config.optim), *_batch_size_warnings(data)]:
+    for warning in [
+        *slow_choices(requested, execution, device),
+        *schedule_warnings(schedule.total_steps, config.optim),
+        *_batch_size_warnings(data),
+    ]:
         console.warn(warning)
     own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
     is_own_checkpoint = checkpoint is not None and checkpoint.resolve().parent == own_root
-    checkpoint_info = {
+    info = _checkpoint_info(config, model, data, model_folder) | {
         "identity": identity,
+        # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
+        "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
+    }
+    run = Run(config, model, tokenizer, data, optimizer, runner, schedule, progress, console, info, checkpoint)
+    if config.observe.sample_every_steps is not None:
+        run.sample_prompts = choose_prompts(config, data, tokenizer, model)
+    mark_best_checkpoint(run)
+    return run
+
+
+def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: Path | None) -> dict[str, Any]:
+    return {
         "version": __version__,
         "torch": torch.__version__,
         "global_batch_size": data.batch_sizes.global_batch_size,
@@ -111,16 +139,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         "hub": hub_names(config),
         # The dtype of exports; None for a new model.
         "source_dtype": None if model_folder is None else source_dtype(model_folder),
-        # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
-        "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
     }
-    run = Run(
-        config, model, tokenizer, data, optimizer, runner, schedule, progress, console, checkpoint_info, checkpoint
-    )
-    if config.observe.sample_every_steps is not None:
-        run.sample_prompts = choose_prompts(config, data, tokenizer, model)
-    mark_best_checkpoint(run)
-    return run
 
 
 def model_builder(config: Config, ctx: ParallelContext, device: torch.device) -> ModelBuilder:
@@ -214,11 +233,12 @@ def _check_model(
     execution: ExecutionOptions,
     ctx: ParallelContext,
     console: Console,
-) -> Tokenizer:
-    """Checks the model before any data is tokenized; returns the tokenizer."""
+) -> tuple[Tokenizer, int]:
+    """Checks the model before any data is tokenized; returns the tokenizer and the number of parameters."""
     dtype = COMPUTE_DTYPE[config.training.precision]
     if model_folder is not None:
-        _check_memory(config, stored_parameter_count(model_folder), device, ctx)
+        parameters = stored_parameter_count(model_folder)
+        _check_memory(config, parameters, device, ctx)
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
@@ -227,7 +247,7 @@ def _check_model(
         check_new_model(hf_config, device, dtype, execution)
         parameters = parameter_count(family_of(hf_config).decoder_config(hf_config))
         _check_memory(config, parameters, device, ctx)
-    return tokenizer
+    return tokenizer, parameters
 
 
 def _check_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
@@ -251,8 +271,6 @@ def _build_model(
         model = _load_model(config, model_folder, builder, execution, tokenizer, console)
     else:
         model = _new_model(config, builder, execution, tokenizer, console)
-    for note in model.notes:
-        console.info(note)
     for warning in model.warnings:
         console.warn(warning)
     check_row_length(model, config)
@@ -307,35 +325,6 @@ def _new_model(
 def _new_hf_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     vocab_size = padded_vocab_size(tokenizer.size)
     return build_sized_hf_config(config.model, vocab_size, config.data.context_length) | _special_ids(tokenizer)
-
-
-def _execution(config: Config, ctx: ParallelContext, device: torch.device) -> ExecutionOptions:
-    model, free_memory = config.model, get_free_memory(device)
-    if ctx.mesh is not None and model.compile == "whole":
-        raise UsageError(
-            "model.compile whole does not work with FSDP2, which gathers the model block by block",
-            "use --model.compile block",
-        )
-    if ctx.dims.tp > 1 and model.compile != "none":
-        raise UsageError(
-            "model.compile does not work with parallel.tp: torch.compile computes wrong gradients there",
-            "leave out one of them",
-        )
-    return ExecutionOptions(
-        tp=ctx.dims.tp,
-        pp=ctx.dims.pp,
-        implementation=model.implementation,
-        attention=model.attention,
-        packed=config.data.packing,
-        fused=model.fused,
-        recompute=model.recompute,
-        compile=model.compile,
-        loss=model.loss,
-        liger=model.liger,
-        optimizer=config.optim.name,
-        free_memory=None if free_memory is None else -ctx.all_reduce_max(-free_memory),
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 def _warn_about_batch_size(state: dict[str, Any], data: RunData, console: Console) -> None:

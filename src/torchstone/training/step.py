@@ -32,14 +32,13 @@ class StepResult:
         """`sums`: the loss sum, the squared gradient norm, the padding. `names`: of this rank's gradients."""
         self.sums, self.loss_tokens, self.names = sums, loss_tokens, names
         self._tensors = [_copy_to_host(tensor) for tensor in (sums, own_squared_norms)]
-        self._event = torch.cuda.Event() if sums.is_cuda else None
-        if self._event is not None:
-            self._event.record()
+        # When they are known; None on a CPU.
+        self.event = record_event(sums.device)
 
     @cached_property
     def _values(self) -> list[list[float]]:
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
         return [tensor.tolist() for tensor in self._tensors]
 
     @property
@@ -60,6 +59,15 @@ class StepResult:
     def non_finite(self) -> list[str]:
         """The names of this rank's gradients that are not finite."""
         return [name for name, norm in zip(self.names, self._values[1], strict=True) if not math.isfinite(norm)]
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event after all that the device has been given to do so far; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult:

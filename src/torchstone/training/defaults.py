@@ -1,0 +1,106 @@
+"""What the settings `auto` mean for a run on this device: the fastest configuration that computes the same.
+
+Kernels, compilation and the loss are chosen with the model (models/execution.py); here is what has to be known before
+it: the precision, and how long the run is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchstone.config.schema import Config
+from torchstone.data.loader import RunData
+from torchstone.errors import UsageError
+from torchstone.models.execution import (
+    AS_REQUESTED,
+    Choice,
+    ExecutionOptions,
+    choose_compile,
+    get_free_memory,
+)
+from torchstone.parallel.mesh import ParallelContext
+from torchstone.training.schedule import TrainingSchedule
+from torchstone.training.state import Progress
+
+
+def choose_precision(
+    config: Config, device: torch.device, ctx: ParallelContext, saved_identity: dict[str, Any]
+) -> Choice:
+    """`saved_identity`: of the checkpoint that the run resumes, if there is one."""
+    if config.training.precision != "auto":
+        return Choice(config.training.precision, AS_REQUESTED)
+    if "training.precision" in saved_identity:
+        return Choice(saved_identity["training.precision"], "as in the checkpoint")
+    if device.type != "cuda":
+        return Choice("fp32", "on a CPU")
+    # The GPUs of a run may differ.
+    if ctx.all_reduce_max(int(not _has_bf16())):
+        return Choice("fp32", "the GPU does not have bf16")
+    return Choice("bf16", "fp32 master weights")
+
+
+def with_precision(config: Config, precision: Choice) -> Config:
+    return replace(config, training=replace(config.training, precision=precision.value))
+
+
+def run_flops(
+    parameters: int, data: RunData, schedule: TrainingSchedule, progress: Progress, ctx: ParallelContext
+) -> float | None:
+    """About what one device computes from the first step of the run to the last; None if it has no end."""
+    if schedule.total_steps is None:
+        return None
+    tokens = schedule.end(progress)[1] * float(data.train.lengths.mean())
+    return 6 * parameters * tokens / ctx.world_size
+
+
+def execution_options(config: Config, ctx: ParallelContext, device: torch.device) -> ExecutionOptions:
+    """How the model of a training run is executed. Raises UsageError for what does not work together."""
+    model, free_memory = config.model, get_free_memory(device)
+    if ctx.mesh is not None and model.compile == "whole":
+        raise UsageError(
+            "model.compile whole does not work with FSDP2, which gathers the model block by block",
+            "use --model.compile block",
+        )
+    if ctx.dims.tp > 1 and model.compile in ("block", "whole"):
+        raise UsageError(
+            "model.compile does not work with parallel.tp: torch.compile computes wrong gradients there",
+            "leave out one of them",
+        )
+    return ExecutionOptions(
+        tp=ctx.dims.tp,
+        pp=ctx.dims.pp,
+        implementation=model.implementation,
+        attention=model.attention,
+        packed=config.data.packing,
+        fused=tuple(name for name in model.fused if name != "auto"),
+        recompute=model.recompute,
+        compile=model.compile,
+        loss=model.loss,
+        liger=model.liger,
+        optimizer=config.optim.name,
+        free_memory=None if free_memory is None else -ctx.all_reduce_max(-free_memory),
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def slow_choices(config: Config, execution: ExecutionOptions, device: torch.device) -> list[str]:
+    """A warning if settings of the user make a run on a GPU much slower or larger than `auto` would."""
+    if device.type != "cuda":
+        return []
+    auto_compile = choose_compile(replace(execution, compile="auto"), device).value
+    is_slow = {
+        "training.precision fp32 (auto: bf16)": config.training.precision == "fp32" and _has_bf16(),
+        f"model.compile none (auto: {auto_compile})": execution.compile == "none" and auto_compile != "none",
+        "model.loss full (auto: chunked)": execution.loss == "full",
+        f"model.attention {execution.attention} (auto: a fused kernel)": execution.attention == "eager"
+        or (execution.attention == "sdpa" and execution.packed),
+    }
+    slow = ", ".join(name for name, applies in is_slow.items() if applies)
+    return [f"{slow}: the run is much slower or larger than with the defaults"] if slow else []
+
+
+def _has_bf16() -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False)

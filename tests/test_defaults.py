@@ -1,0 +1,208 @@
+"""What `auto` chooses, for which reason, and where it is shown. CUDA is a stand-in: nothing is computed on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiny import flags
+from torchstone import api
+from torchstone.config.load import load_config
+from torchstone.config.schema import Config
+from torchstone.models import execution as execution_module
+from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
+from torchstone.parallel.mesh import SINGLE_PROCESS
+from torchstone.training import loop
+from torchstone.training.defaults import choose_precision, slow_choices
+
+Settings = Callable[..., dict[str, Any]]
+Command = Callable[..., tuple[int, str, str]]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+AUTO = ExecutionOptions(compile="auto", recompute="auto")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(execution_module, "find_spec", lambda name: object())
+
+
+def make_config(**values: Any) -> Config:
+    return load_config(overrides={"model.depth": 2, "data.path": "x", "model.tokenizer": "x"} | values)
+
+
+class TestPrecision:
+    @pytest.mark.usefixtures("gpu")
+    def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = make_config()
+        assert config.training.precision == "auto"
+        assert choose_precision(config, CUDA, SINGLE_PROCESS, {}) == ("bf16", "fp32 master weights")
+        assert choose_precision(config, CPU, SINGLE_PROCESS, {}) == ("fp32", "on a CPU")
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+        assert choose_precision(config, CUDA, SINGLE_PROCESS, {}) == ("fp32", "the GPU does not have bf16")
+
+    @pytest.mark.usefixtures("gpu")
+    def test_a_resumed_run_keeps_its_precision_unless_another_one_is_requested(self) -> None:
+        saved = {"training.precision": "bf16-pure"}
+        assert choose_precision(make_config(), CUDA, SINGLE_PROCESS, saved) == ("bf16-pure", "as in the checkpoint")
+        config = make_config(**{"training.precision": "fp32"})
+        assert choose_precision(config, CUDA, SINGLE_PROCESS, saved) == ("fp32", "as requested")
+
+    def test_a_run_resumes_in_the_precision_of_its_checkpoint(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(training__max_steps=2, observe__console="lines")
+        assert torchstone("train", *flags(values | {"training.precision": "bf16"}))[0] == 0
+        code, _, err = torchstone("train", *flags(values | {"training.max_steps": 3}))
+        assert code == 0, err
+        assert "precision: bf16 (as in the checkpoint); " in err
+        assert "parameters in bf16; " in err
+        code, _, err = torchstone("train", *flags(values | {"training.max_steps": 4, "training.precision": "fp32"}))
+        assert (code, "training.precision bf16 is now fp32" in err) == (6, True)
+
+
+@pytest.mark.usefixtures("gpu")
+class TestCompile:
+    def test_blocks_are_compiled_on_a_gpu_only(self) -> None:
+        assert choose_compile(AUTO, CUDA).value == "block"
+        assert choose_compile(AUTO, CPU) == ("none", "on a CPU")
+        assert choose_recompute(AUTO, "block").value == "elementwise"
+        assert choose_recompute(AUTO, "none").value == "none"
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"tp": 2}, "torch.compile computes wrong gradients with parallel.tp"),
+            ({"run_flops": 0.4 * MIN_FLOPS_TO_COMPILE}, "the run is too short: 0.8 PFLOP per device"),
+            ({"liger": ("mlp", "norm")}, "model.liger mlp would break its graphs"),
+        ],
+    )
+    def test_it_is_left_out_with_the_reason(self, changes: dict[str, Any], reason: str) -> None:
+        assert choose_compile(replace(AUTO, **changes), CUDA) == ("none", reason)
+
+    def test_it_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(execution_module, "find_spec", lambda name: None)
+        assert choose_compile(AUTO, CUDA) == ("none", "triton is not installed")
+
+    @pytest.mark.parametrize("changes", [{"run_flops": MIN_FLOPS_TO_COMPILE}, {"liger": ("loss",)}, {"pp": 2}])
+    def test_it_is_not_left_out_without_a_reason(self, changes: dict[str, Any]) -> None:
+        assert choose_compile(replace(AUTO, **changes), CUDA).value == "block"
+
+    def test_a_request_is_a_request(self) -> None:
+        requested = replace(AUTO, compile="whole", recompute="full", run_flops=1.0)
+        assert choose_compile(requested, CPU) == ("whole", "as requested")
+        assert choose_recompute(requested, "none") == ("full", "as requested")
+
+
+class TestSlowChoices:
+    @pytest.mark.usefixtures("gpu")
+    @pytest.mark.parametrize(
+        ("key", "value", "name"),
+        [
+            ("training.precision", "fp32", "training.precision fp32 (auto: bf16)"),
+            ("model.compile", "none", "model.compile none (auto: block)"),
+            ("model.loss", "full", "model.loss full (auto: chunked)"),
+            ("model.attention", "eager", "model.attention eager (auto: a fused kernel)"),
+            ("model.attention", "sdpa", "model.attention sdpa (auto: a fused kernel)"),
+        ],
+    )
+    def test_each_is_named_on_a_gpu(self, key: str, value: str, name: str) -> None:
+        config, execution = self.options(**{key: value})
+        assert slow_choices(config, execution, CUDA) == [
+            f"{name}: the run is much slower or larger than with the defaults"
+        ]
+        assert slow_choices(config, execution, CPU) == []
+
+    @pytest.mark.usefixtures("gpu")
+    def test_several_are_one_warning_and_others_are_none(self) -> None:
+        config, execution = self.options(**{"model.compile": "none", "model.loss": "full"})
+        assert len(slow_choices(config, execution, CUDA)) == 1
+        assert slow_choices(config, replace(execution, run_flops=1.0, loss="auto"), CUDA) == []
+        fast = {"training.precision": "bf16-pure", "model.recompute": "full", "model.compile": "whole"}
+        assert slow_choices(*self.options(**fast), CUDA) == []
+
+    @staticmethod
+    def options(**values: Any) -> tuple[Config, ExecutionOptions]:
+        config = make_config(**values)
+        model = config.model
+        return config, replace(
+            AUTO, compile=model.compile, loss=model.loss, attention=model.attention, packed=config.data.packing
+        )
+
+
+class TestWhereItIsShown:
+    def test_one_line_at_the_start_says_what_and_why(self, torchstone: Command, settings: Settings) -> None:
+        _, _, err = torchstone("train", *flags(settings(training__max_steps=1, observe__console="lines")))
+        line = next(line for line in err.splitlines() if "precision: " in line)
+        assert line.partition(" | ")[2] == (
+            "precision: fp32 (on a CPU); attention: sdpa (on a CPU); loss: full (on a CPU); "
+            "activation checkpointing: none (nothing is compiled); compile: none (on a CPU)"
+        )
+
+    def test_print_config_shows_it_and_keeps_auto(
+        self, torchstone: Command, settings: Settings, llama_dir: Path
+    ) -> None:
+        code, out, err = torchstone("train", *flags(settings()), "--print-config")
+        assert code == 0
+        assert err.startswith("auto on cpu: training.precision fp32 (on a CPU); model.attention sdpa (on a CPU); ")
+        assert json.loads(out)["training"]["precision"] == "auto"
+        values = settings() | {"model.path": str(llama_dir), "model.compile": "block"}
+        del values["model.depth"], values["model.width"], values["model.heads"]
+        _, _, err = torchstone("train", *flags(values), "--print-config")
+        assert "model.recompute elementwise (almost free in compiled blocks)" in err
+        assert "model.compile" not in err
+
+    def test_a_flag_overrides_it(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(training__max_steps=1, observe__console="lines", model__recompute="full")
+        _, _, err = torchstone("train", *flags(values | {"model.loss": "chunked"}))
+        assert "; loss: chunked, 512 tokens at a time (as requested); " in err
+        assert "; activation checkpointing: full (as requested); " in err
+
+
+class TestDelayedReading:
+    """On a GPU the numbers of a step are read when the next one has been started."""
+
+    @pytest.mark.parametrize("stop_after", [None, 3])
+    def test_metrics_and_checkpoints_do_not_change(
+        self, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int | None
+    ) -> None:
+        values = settings(
+            training__max_steps=5,
+            data__validation_split=0.2,
+            training__validate_every_steps=2,
+            checkpoint__every_steps=4,
+        )
+        lines = {}
+        for name in ("plain", "delayed"):
+            if name == "delayed":
+                monkeypatch.setattr(loop, "_StepLog", DelayedLog)
+            values["output_dir"] = str(tmp_path / name)
+            if stop_after is not None:
+                api.train(None, values | {"training.max_steps": stop_after})
+            api.train(None, values)
+            text = (tmp_path / name / "metrics.jsonl").read_text()
+            lines[name] = [
+                {key: value for key, value in json.loads(line).items() if key not in ("tok_s", "step_s", "memory")}
+                for line in text.splitlines()
+            ]
+            assert (tmp_path / name / "checkpoints/step-00000004").is_dir()
+        assert [line["step"] for line in lines["delayed"]] == [1, 2, 3, 4, 5]
+        assert lines["delayed"] == lines["plain"]
+
+    def test_a_loss_that_is_not_finite_still_ends_the_run(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loop, "_StepLog", DelayedLog)
+        with pytest.raises(Exception, match="step 2: loss") as caught:
+            api.train(None, settings(training__max_steps=4, optim__learning_rate=1e30, optim__max_grad_norm=0.0))
+        assert caught.value.exit_code == 5  # type: ignore[attr-defined]
+
+
+class DelayedLog(loop._StepLog):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_delayed = True
