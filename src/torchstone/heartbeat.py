@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from torchstone.errors import UsageError
 from torchstone.parent_process import is_descendant_of, request_death_signal
 from torchstone.terminal import escape_message
@@ -72,12 +74,19 @@ class Heartbeat:
     phase: str
 
 
+def _process_start() -> float:
+    return psutil.Process().create_time()
+
+
 class _WorkerState:
     """What this process reports, and where."""
 
     def __init__(self) -> None:
         self.phase = "starting"
         self.step = 0
+        # Seconds in each phase before the first step, and when the current one began.
+        self.startup_seconds: dict[str, float] = {}
+        self.phase_began = _process_start()
         self.terminal: TextIO | None = None
         self.error_file: str | None = None
         self.file: mmap.mmap | None = None
@@ -127,8 +136,18 @@ def current_phase() -> str:
     return _state.phase
 
 
+def startup_seconds() -> dict[str, float]:
+    """Seconds in each phase from the start of this process to its first step."""
+    return _state.startup_seconds
+
+
 def report_phase(phase: str, step: int = 0) -> None:
     """Records what this process does from now on. A nonzero `step` becomes the current step."""
+    if not _state.step:
+        now = time.time()
+        seconds = _state.startup_seconds
+        seconds[_state.phase] = seconds.get(_state.phase, 0.0) + now - _state.phase_began
+        _state.phase_began = now
     _state.phase, _state.step = phase, step or _state.step
     if _state.file is not None:
         text = phase.encode()[: _SIZE - _HEADER.size]

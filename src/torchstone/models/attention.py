@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from torchstone.errors import UsageError
 from torchstone.models.flash_attention_4 import flash_attention
@@ -47,8 +46,6 @@ BACKEND_MODULES = {
     "fa4": "flash_attn.cute.interface",
 }
 BACKEND_PACKAGES = {"flash-attn": "flash-attn", "fa3": "flash-attn-3", "fa4": "flash-attn-4"}
-# From torch 2.12 on.
-VARLEN_SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 # (q_BHTE, k_BKSE, v_BKSE, mask, spec) -> out_BHTE.
@@ -173,7 +170,7 @@ def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, 
 def load_kernel(backend: AttentionBackend) -> Kernel | None:
     """Returns a backend's own kernel, or None; imports it once per process. Never called in compiled code."""
     if backend == "flash":
-        return _torch_varlen
+        return _torch_kernel()
     if backend == "fa4":
         return _flash_attention_4
     if backend in BACKEND_MODULES:
@@ -303,19 +300,28 @@ def _varlen_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor, limits: Docume
     return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=min(longest, T))
 
 
-def _torch_varlen(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:
-    q, k, v = _flatten_rows(q_BHTE), _flatten_rows(k_BKSE), _flatten_rows(v_BKSE)
-    gqa: dict[str, bool] = {}
-    if q.shape[1] != k.shape[1]:
-        if VARLEN_SUPPORTS_GQA:
-            gqa = {"enable_gqa": True}
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    out = varlen_attn(
-        q, k, v, mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen,
-        scale=spec.scale, window_size=_window_size(spec), **gqa,
-    )  # fmt: skip
-    return _unflatten_rows(out, q_BHTE)
+def _torch_kernel() -> Kernel:
+    # It imports Dynamo, which takes as long as torch itself.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # From torch 2.12 on.
+    supports_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def kernel(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: AttentionMask, spec: AttentionSpec) -> Tensor:
+        q, k, v = _flatten_rows(q_BHTE), _flatten_rows(k_BKSE), _flatten_rows(v_BKSE)
+        gqa: dict[str, bool] = {}
+        if q.shape[1] != k.shape[1]:
+            if supports_gqa:
+                gqa = {"enable_gqa": True}
+            else:
+                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        out = varlen_attn(
+            q, k, v, mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen,
+            scale=spec.scale, window_size=_window_size(spec), **gqa,
+        )  # fmt: skip
+        return _unflatten_rows(out, q_BHTE)
+
+    return kernel
 
 
 def _flash_attn_kernel(package: str) -> Kernel:

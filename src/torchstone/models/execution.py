@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -252,21 +252,22 @@ def compile_decoder(decoder: Decoder, mode: str, backend: Any = "inductor") -> N
 
 def _selective_context() -> Any:
     """A policy for one pass over a block. Forward and recomputation count their matmuls separately."""
-    counts = {False: 0, True: 0}
+    counts, matmuls, attention = {False: 0, True: 0}, _ops(*MATMULS), _attention_ops()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in MATMULS:
+        if op in matmuls:
             counts[context.is_recompute] += 1
             save = counts[context.is_recompute] % 2 == 1
         else:
-            save = op in ATTENTION_OPS
+            save = op in attention
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
+@cache
 def _ops(*names: str) -> set[Any]:
-    """All overloads of the named ops, as far as this build of torch has them."""
+    """All overloads of the named ops, as far as they are registered: a kernel's package registers its own."""
     ops: set[Any] = set()
     for name in names:
         namespace, _, op = name.partition("::")
@@ -276,8 +277,8 @@ def _ops(*names: str) -> set[Any]:
     return ops
 
 
-MATMULS = _ops("aten::mm", "aten::addmm", "aten::bmm")
-ATTENTION_OPS = _ops(
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm")
+ATTENTION_OPS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -286,4 +287,8 @@ ATTENTION_OPS = _ops(
     "torch_attn::_varlen_attn",
     "flash_attn::_flash_attn_varlen_forward",
     "torchstone::flash_attention_4",
-) | {torch.ops.higher_order.flex_attention}
+)
+
+
+def _attention_ops() -> set[Any]:
+    return _ops(*ATTENTION_OPS) | {torch.ops.higher_order.flex_attention}

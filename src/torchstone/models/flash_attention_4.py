@@ -7,6 +7,7 @@ that only the first run on a machine waits for them.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ flash_attention.register_autograd(_backward, setup_context=_save)
 def _interface() -> Any:
     for name, value in CACHE.items():
         os.environ.setdefault(name, value)
+    # Its own arguments, which it converts in another way.
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
     from flash_attn.cute import interface
 
     return interface

@@ -194,6 +194,10 @@ class NativeModel(Model):
     module: Decoder
     family: Family = FAMILIES["llama"]
     decoders: list[Decoder] = field(default_factory=list)
+    # How it runs, set by `apply_execution`. No chunk_tokens: the loss needs all logits.
+    recompute: str = "none"
+    is_compiled: bool = False
+    chunk_tokens: int | None = None
 
     @property
     def model_parts(self) -> Sequence[Decoder]:
@@ -251,11 +255,16 @@ class NativeModel(Model):
         liger = choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
         if "loss" not in liger.kernels:
             loss = choose_loss(config, execution, device, dtype)
+            self.chunk_tokens = loss.chunk_tokens
             self.notes.append(f"loss: {loss}")
             for part in self.model_parts:
                 apply_loss(part, loss)
+        else:
+            # Liger's chunks are small.
+            self.chunk_tokens = 0
         self.notes += liger.notes
         self.notes += [f"activation checkpointing: {recompute}", f"compile: {compile_}"]
+        self.recompute, self.is_compiled = recompute.value, compile_.value != "none"
         for part in self.model_parts:
             apply_liger(part, liger.kernels)
             apply_activation_checkpointing(part, recompute.value)

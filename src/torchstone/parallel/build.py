@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.parallel.pipeline import Pipeline, StageModule, split_layers, stage_indices
 from torchstone.parallel.runner import Runner, micro_batch_loss
 from torchstone.parallel.tensor_parallel import apply_tensor_parallel, check_tp, shards_kv_heads
+
+# Each holds one tensor while it draws it.
+MAX_THREADS = 8
 
 
 class ModelBuilder:
@@ -126,12 +130,16 @@ class TensorSource(Protocol):
 
 
 @torch.no_grad()
-def fill_parameters(decoders: Sequence[Decoder], source: TensorSource) -> None:
+def fill_parameters(decoders: Sequence[Decoder], source: TensorSource, threads: int = 1) -> None:
     """Reads this rank's slices of every parameter, and nothing else, from `source`."""
-    for decoder in decoders:
-        for name, parameter in decoder.named_parameters():
-            for shard in local_shards(decoder.config, name, parameter.detach()):
-                source.read_into(shard.name, shard.tensor, shard.offset)
+    shards = [
+        shard
+        for decoder in decoders
+        for name, parameter in decoder.named_parameters()
+        for shard in local_shards(decoder.config, name, parameter.detach())
+    ]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda shard: source.read_into(shard.name, shard.tensor, shard.offset), shards))
 
 
 class InitialTensors:
@@ -163,7 +171,8 @@ def build_new_model(
     choice = choose_attention(config, execution, device, dtype)
     builder = builder or ModelBuilder(device, dtype)
     decoders = builder.build_decoders(config, choice.backend, execution.fused)
-    fill_parameters(decoders, InitialTensors(config, std, seed))
+    # Drawing a tensor takes one core.
+    fill_parameters(decoders, InitialTensors(config, std, seed), min(MAX_THREADS, torch.get_num_threads()))
     notes = [f"attention: {choice}", *builder.notes]
     model = NativeModel(decoders[0], hf_config, notes=notes, family=family, decoders=decoders)
     model.apply_execution(execution)

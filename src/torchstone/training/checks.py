@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,10 @@ from torchstone.parallel.local_shards import local_shards, unfused_names
 from torchstone.parallel.runner import Runner
 
 ALL_FINITE = "all gradients are finite"
+SMALLER_HINT = (
+    "use a smaller training.batch_size (or max_tokens_per_gpu), data.context_length or model; "
+    "a smaller batch_size does not change the global batch"
+)
 WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"
 
 
@@ -123,7 +127,9 @@ def _host_memory() -> int:
 
 
 @contextmanager
-def translate_out_of_memory(activity: str, device: torch.device) -> Iterator[None]:
+def translate_out_of_memory(
+    activity: str, device: torch.device, hint: Callable[[], str] = lambda: SMALLER_HINT
+) -> Iterator[None]:
     """Turns out-of-memory errors during `activity` into ours."""
     try:
         yield
@@ -133,6 +139,5 @@ def translate_out_of_memory(activity: str, device: torch.device) -> Iterator[Non
             raise
         raise OutOfMemoryError(
             f"{activity} does not fit on {device}: {lines[0] if lines else 'out of memory'}",
-            "use a smaller training.batch_size (or max_tokens_per_gpu), data.context_length or model; "
-            "a smaller batch_size does not change the global batch",
+            hint(),
         ) from None

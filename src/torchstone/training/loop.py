@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from torchstone.config.schema import Config
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import NumericalError, StoppedBySignal
-from torchstone.heartbeat import report_phase
+from torchstone.heartbeat import report_phase, startup_seconds
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.eta import EtaEstimator
@@ -36,6 +37,7 @@ from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_finite, check_saved_state, translate_out_of_memory
+from torchstone.training.memory import describe_fit
 from torchstone.training.sample_text import Prompt, generate_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
@@ -257,6 +259,7 @@ class _StepLog:
         self.is_delayed = run.device.type == "cuda" and not has_callback
         self.metrics: dict[str, Any] = {}
         self._started: StartedStep | None = None
+        self._is_first = True
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -281,6 +284,9 @@ class _StepLog:
         self._clock, self._event = now, event
         self.metrics = _step_metrics(self.run, started, seconds)
         self.run.eta.add_step(seconds, started.batch.tokens)
+        if self._is_first:
+            self._is_first = False
+            self.run.console.info(_describe_startup(started.step, seconds))
         for callback in self.callbacks:
             callback.on_step(self.run, self.metrics)
 
@@ -289,6 +295,12 @@ class _StepLog:
         if self._started is not None:
             self.read()
             _write_metrics(self.run, self.metrics_file, self.metrics)
+
+
+def _describe_startup(step: int, seconds: float) -> str:
+    phases = startup_seconds() | {f"computing step {step}": seconds}
+    longest = ", ".join(f"{phase} {time:.1f}" for phase, time in phases.items() if time >= 0.05)
+    return f"{sum(phases.values()):.1f} s from the start of the process to the end of step {step}: {longest}"
 
 
 @contextmanager
@@ -309,7 +321,8 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
         callback.on_start(run)
     try:
         activity = f"step {run.progress.step + 1} or later"
-        with handle_stop_signals(run.stop_request), translate_out_of_memory(activity, run.device):
+        hint = partial(describe_fit, run.model, run.optimizer, run.data, run.config.data.context_length)
+        with handle_stop_signals(run.stop_request), translate_out_of_memory(activity, run.device, hint):
             yield metrics_file
     finally:
         gc.enable()

@@ -77,6 +77,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     if checkpoint is None and config.model.path:
         model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
     state = {} if checkpoint is None else read_state(checkpoint)
+    heartbeat.report_phase("checking the model")
     execution, requested = execution_options(config, ctx, device), config
     precision = choose_precision(config, device, ctx, state.get("identity", {}))
     config = with_precision(config, precision)

@@ -1,0 +1,142 @@
+"""What a training step needs on a GPU, estimated from the sizes of the model, and which change would make it fit.
+
+The estimate is for the native decoder with compiled or uncompiled blocks: weights, gradients and moments, which are
+exact, the activations that the backward pass keeps, one block that is being computed, and the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchstone.data.loader import RunData
+from torchstone.models.decoder import DecoderConfig
+from torchstone.models.model import Model, NativeModel
+from torchstone.optim.muon import Muon
+from torchstone.training.checks import SMALLER_HINT
+
+# What the allocator cannot use, and CUDA's own memory.
+USABLE = 0.95
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What decides the memory of a step on one GPU."""
+
+    config: DecoderConfig
+    # Layers, and bytes of weights, gradients and moments, of this rank.
+    layers: int
+    state_bytes: int
+    # Of a micro-batch: one row, or the tokens that share a row, and how many of these.
+    row_tokens: int
+    rows: int
+    itemsize: int
+    recompute: str
+    is_compiled: bool
+    # None: all logits.
+    chunk_tokens: int | None
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row_tokens
+
+
+def estimate_step_bytes(sizes: StepSizes) -> int:
+    kept = sizes.tokens * _kept_per_token(sizes.config, sizes.recompute, sizes.itemsize, sizes.is_compiled)
+    block = sizes.tokens * _kept_per_token(sizes.config, "none", sizes.itemsize, sizes.is_compiled)
+    return sizes.state_bytes + sizes.layers * kept + max(block, _loss_bytes(sizes))
+
+
+def _kept_per_token(config: DecoderConfig, recompute: str, itemsize: int, is_compiled: bool) -> int:
+    """Bytes that one block keeps of one token for its backward pass."""
+    width, mlp, queries, keys, values = config.width, config.mlp_width, *config.qkv_features
+    if recompute == "full":
+        return itemsize * width
+    # Both inputs of the residual stream, queries, keys, values, the output of attention, the MLP's projections.
+    elements = 2 * width + 2 * queries + keys + values + 2 * mlp
+    if recompute == "selective":
+        return itemsize * elements // 2
+    if recompute == "none":
+        # The outputs of both norms, and what the last projection reads.
+        elements += 2 * width + (mlp if config.is_gated else 0)
+    # Uncompiled norms keep two fp32 copies of their input.
+    return itemsize * elements + (0 if is_compiled else 16 * width)
+
+
+def _loss_bytes(sizes: StepSizes) -> int:
+    vocabulary, width = sizes.config.vocab_size, sizes.config.width
+    if sizes.chunk_tokens is None:
+        # The logits, their fp32 logarithms and the gradients of both.
+        return sizes.tokens * vocabulary * 2 * (sizes.itemsize + 4)
+    # A chunk of logits, the head's gradient in fp32, and the gradient of the hidden states.
+    return vocabulary * (sizes.chunk_tokens * sizes.itemsize + 4 * width) + 4 * sizes.tokens * width
+
+
+def hint_to_fit(sizes: StepSizes, memory: int, row_key: str) -> str:
+    """The change that would make a step fit into `memory` bytes. `row_key`: the config key of a micro-batch's size."""
+    usable = int(USABLE * memory)
+
+    def needs(changed: StepSizes) -> str:
+        return f"needs about {estimate_step_bytes(changed) / 2**30:.0f} of {memory / 2**30:.0f} GiB"
+
+    recomputed = replace(sizes, recompute="full")
+    if sizes.recompute != "full" and estimate_step_bytes(recomputed) <= usable:
+        return f"use --model.recompute full, which {needs(recomputed)}"
+    flags = "" if sizes.recompute == "full" else "--model.recompute full and "
+    rows = sizes.rows
+    while rows > 1:
+        rows //= 2
+        smaller = replace(recomputed, rows=rows)
+        if estimate_step_bytes(smaller) <= usable:
+            number = rows * (1 if row_key == "training.batch_size" else sizes.row_tokens)
+            return f"use {flags}--{row_key} {number}, which {needs(smaller)} and does not change the global batch"
+    smallest = replace(recomputed, rows=1)
+    if sizes.state_bytes > usable:
+        return (
+            f"weights, gradients and moments alone need {sizes.state_bytes / 2**30:.0f} of {memory / 2**30:.0f} GiB: "
+            "use --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards them)"
+        )
+    return f"even one row with --model.recompute full {needs(smallest)}: use a shorter --data.context_length"
+
+
+def describe_fit(model: Model, optimizer: torch.optim.Optimizer, data: RunData, context_length: int) -> str:
+    """What to change when a step of a run is out of memory."""
+    device = next(model.module.parameters()).device
+    if not isinstance(model, NativeModel) or device.type != "cuda":
+        return SMALLER_HINT
+    batch = data.batch_sizes
+    if batch.micro_batch_tokens is not None:
+        row_key, rows = "training.max_tokens_per_gpu", -(-batch.micro_batch_tokens // context_length)
+    else:
+        row_key, rows = "training.batch_size", min(batch.micro_batch_rows or 1, batch.global_batch_size)
+    # Unpacked rows may be shorter than the context.
+    row_tokens = context_length if data.packed else min(context_length, int(data.train.lengths.max()))
+    dtype = model.module.compute_dtype or next(model.module.parameters()).dtype
+    sizes = StepSizes(
+        config=model.decoder_config,
+        layers=sum(len(part.layers) for part in model.model_parts),
+        state_bytes=state_bytes(model, optimizer),
+        row_tokens=row_tokens,
+        rows=rows,
+        itemsize=dtype.itemsize,
+        recompute=model.recompute,
+        is_compiled=model.is_compiled,
+        chunk_tokens=model.chunk_tokens,
+    )
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return hint_to_fit(sizes, int(memory * torch.cuda.get_per_process_memory_fraction(device)), row_key)
+
+
+def state_bytes(model: Model, optimizer: torch.optim.Optimizer) -> int:
+    """Of the weights, gradients and moments of this rank, also if they do not exist yet."""
+    total, copies = 0, {} if model.master_weights is None else model.master_weights.copies
+    for _, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        moments = 1 if isinstance(optimizer, Muon) and local.dim() == 2 else 2
+        # The gradient of a single micro-batch has the dtype of the copy.
+        copy = copies.get(parameter)
+        gradient = local if copy is None else copy
+        total += local.nbytes * (1 + moments) + gradient.nbytes + (0 if copy is None else copy.nbytes)
+    return total
