@@ -26,7 +26,13 @@ class TestSingleGPUTraining:
     def test_single_gpu_training_loop(self, settings: Settings, tmp_path: Path) -> None:
         on_cpu = losses(settings(training__max_steps=20, optim__eps=1e-4))
         on_gpu = losses(
-            settings(training__max_steps=20, optim__eps=1e-4, system__device="cuda", output_dir=str(tmp_path / "cuda"))
+            settings(
+                training__max_steps=20,
+                optim__eps=1e-4,
+                system__device="cuda",
+                output_dir=str(tmp_path / "cuda"),
+                training__precision="fp32",
+            )  # fmt: skip
         )
         assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
         assert on_gpu[-1] < on_gpu[0]
@@ -38,20 +44,23 @@ class TestSingleGPUTraining:
         for size in (12, 5, 1):
             overrides = settings(
                 training__global_batch_size=12, training__batch_size=size, optim__eps=1e-4, system__device="cuda",
-                output_dir=str(tmp_path / str(size)),
+                output_dir=str(tmp_path / str(size)), training__precision="fp32",
             )  # fmt: skip
             results.append(losses(overrides))
         assert results[1] == pytest.approx(results[0], rel=1e-5)
         assert results[2] == pytest.approx(results[0], rel=1e-5)
 
-    @pytest.mark.parametrize("packing", [True, False])
-    def test_a_resumed_run_equals_an_uninterrupted_one(self, settings: Settings, tmp_path: Path, packing: bool) -> None:
+    @pytest.mark.parametrize(("packing", "precision"), [(True, "auto"), (False, "auto"), (True, "fp32")])
+    def test_a_resumed_run_equals_an_uninterrupted_one(
+        self, settings: Settings, tmp_path: Path, packing: bool, precision: str
+    ) -> None:
         class Stop(Callback):
             def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
                 if metrics["step"] == 4:
                     run.stop("step 4")
 
         changes = {"system__device": "cuda", "training__max_steps": 9, "data__packing": packing}
+        changes["training__precision"] = precision
         uninterrupted = settings(output_dir=str(tmp_path / "uninterrupted"), **changes)
         resumed = settings(output_dir=str(tmp_path / "resumed"), **changes)
         assert len(losses(resumed, Stop())) == 4

@@ -396,7 +396,7 @@ class Decoder(nn.Module):
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         x_BTD = self.tok_embed(ids_BT)
         if self.config.embed_scale != 1.0:
-            x_BTD = x_BTD * torch.tensor(self.config.embed_scale, dtype=x_BTD.dtype, device=x_BTD.device)
+            x_BTD = x_BTD * torch.full((), self.config.embed_scale, dtype=x_BTD.dtype, device=x_BTD.device)
         return x_BTD + self.pos_embed(positions_BT) if self.config.has_learned_positions else x_BTD
 
     def compute_logits(self, x_BTD: Tensor) -> Tensor:

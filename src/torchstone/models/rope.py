@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -65,7 +66,8 @@ class Rope:
     def inv_freq(self, head_dim: int, positions_BT: Tensor) -> Tensor:
         """Angle per position: [E/2], or [B, 1, E/2] where it depends on the length of the row."""
         dim, device = self.rotary_dim(head_dim), positions_BT.device
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float) / dim
+        # Nothing is copied from the host: the host would wait for the device.
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
         pos_freqs = self.rope_theta**exponents
         if self.rope_type == "linear":
             return 1.0 / pos_freqs / self.factor
@@ -76,8 +78,7 @@ class Rope:
         if self.rope_type == "dynamic":
             return self._dynamic(exponents, dim, positions_BT)
         if self.rope_type == "longrope":
-            long = torch.tensor(self.long_factor, device=device)
-            short = torch.tensor(self.short_factor, device=device)
+            long, short = _to_device(self.long_factor, device), _to_device(self.short_factor, device)
             is_long = _row_lengths(positions_BT) > self.original_max_position_embeddings
             return 1.0 / (torch.where(is_long, long, short) * pos_freqs)
         return 1.0 / pos_freqs
@@ -103,7 +104,8 @@ class Rope:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         width = high - low if high != low else 0.001
-        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1).to(pos_freqs.device)
+        steps = torch.arange(dim // 2, dtype=torch.float32, device=pos_freqs.device)
+        ramp = ((steps - low) / width).clamp(0, 1)
         unscaled = 1 - ramp
         return 1.0 / (self.factor * pos_freqs) * (1 - unscaled) + 1.0 / pos_freqs * unscaled
 
@@ -112,6 +114,11 @@ class Rope:
         growth = (self.factor * lengths / self.original_max_position_embeddings) - (self.factor - 1)
         scaled = 1.0 / ((self.rope_theta * growth ** (dim / (dim - 2))) ** exponents)
         return torch.where(lengths > self.original_max_position_embeddings, scaled, 1.0 / self.rope_theta**exponents)
+
+
+@cache
+def _to_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 def rotary_cos_sin(rope: Rope, head_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> CosSin:

@@ -1,0 +1,82 @@
+"""The defaults on a GPU: what `auto` chooses, that no step waits for the device, and what out of memory proposes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiny import flags
+from tiny_families import make_model
+from torchstone import api
+from torchstone.errors import OutOfMemoryError
+from torchstone.training.loop import Callback, Run
+
+Settings = Callable[..., dict[str, Any]]
+Command = Callable[..., tuple[int, str, str]]
+
+
+def test_the_start_line_says_what_was_chosen(torchstone: Command, settings: Settings) -> None:
+    values = settings(training__max_steps=2, observe__console="lines", system__device="cuda")
+    code, _, err = torchstone("train", *flags(values))
+    assert code == 0, err
+    assert "precision: bf16 (fp32 master weights); attention: " in err
+    assert "; loss: chunked, 4096 tokens at a time (on a GPU); " in err
+    assert "; compile: none (the run is too short: " in err
+    code, _, err = torchstone("train", *flags(values), "--print-config")
+    assert err.startswith("auto on cuda:0: training.precision bf16 (fp32 master weights); ")
+    assert "model.compile block (the first steps take longer); model.recompute elementwise (" in err
+
+
+class ForbidSync(Callback):
+    """From the third step on, an operation that waits for the device is an error."""
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+
+
+@pytest.fixture
+def sync_mode() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("sync_mode")
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("compile", ["none", "block"])
+@pytest.mark.parametrize(
+    "case", [("llama", "yarn"), ("gemma3_text", "alternating"), ("phi3", "longrope")], ids="-".join
+)
+def test_no_step_waits_for_the_device(
+    case: tuple[str, str], compile: str, packing: bool, settings: Settings, tmp_path: Path, chat_file: Path
+) -> None:
+    values = settings(training__max_steps=6, system__device="cuda", checkpoint__at_end=False, model__compile=compile)
+    for key in ("model.depth", "model.width", "model.heads"):
+        del values[key]
+    values |= {"model.path": str(make_model(tmp_path / "model", *case)), "data.path": str(chat_file)}
+    values |= {"data.packing": packing, "training.global_batch_size": 8, "data.context_length": 64}
+    values |= {"training.max_tokens_per_gpu": 128} if packing else {"training.batch_size": 4}
+    api.train(overrides=values, callbacks=[ForbidSync()])
+    lines = (Path(values["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_out_of_memory_names_the_change_that_fits(settings: Settings) -> None:
+    values = settings(
+        system__device="cuda", model__depth=16, model__width=512, data__context_length=1024, training__batch_size=64,
+        training__global_batch_size=64, training__max_steps=2, checkpoint__at_end=False, model__compile="block",
+    )  # fmt: skip
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction(7 * 2**30 / total)
+        with pytest.raises(OutOfMemoryError) as caught:
+            api.train(overrides=values)
+        assert (caught.value.hint or "").startswith("use --model.recompute full, which needs about ")
+        torch.cuda.empty_cache()
+        assert api.train(overrides=values | {"model.recompute": "full"}).step == 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
