@@ -18,6 +18,7 @@ from torchstone.training.loop import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
+FAMILIES = [("llama", "yarn"), ("gemma3_text", "alternating"), ("phi3", "longrope, never beyond")]
 
 
 def test_the_start_line_says_what_was_chosen(torchstone: Command, settings: Settings) -> None:
@@ -48,9 +49,7 @@ def sync_mode() -> Iterator[None]:
 @pytest.mark.usefixtures("sync_mode")
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("compile", ["none", "block"])
-@pytest.mark.parametrize(
-    "case", [("llama", "yarn"), ("gemma3_text", "alternating"), ("phi3", "longrope")], ids="-".join
-)
+@pytest.mark.parametrize("case", FAMILIES, ids="-".join)
 def test_no_step_waits_for_the_device(
     case: tuple[str, str], compile: str, packing: bool, settings: Settings, tmp_path: Path, chat_file: Path
 ) -> None:

@@ -32,7 +32,7 @@ class TestSingleGPUTraining:
                 system__device="cuda",
                 output_dir=str(tmp_path / "cuda"),
                 training__precision="fp32",
-            )  # fmt: skip
+            )
         )
         assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
         assert on_gpu[-1] < on_gpu[0]
