@@ -255,10 +255,16 @@ class NativeModel(Model):
             self.notes.append(f"activation checkpointing: {execution.recompute}")
         if execution.compile != "none":
             self.notes.append(f"compile: {execution.compile}; the first steps take longer")
+        elif execution.fp8 is not None:
+            self.warnings.append(
+                "FP8 without model.compile is slower than bf16: every cast is a kernel of its own; add --model.compile "
+                "block"
+            )
         for part in self.model_parts:
             apply_liger(part, liger.kernels)
             apply_activation_checkpointing(part, execution.recompute)
-            compile_decoder(part, execution.compile)
+            options = None if execution.fp8 is None else execution.fp8.compile_options
+            compile_decoder(part, execution.compile, options=options)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return generate(self.module, *args, **kwargs)

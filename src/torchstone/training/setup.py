@@ -33,6 +33,7 @@ from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import ExecutionOptions, get_free_memory
 from torchstone.models.families import family_of
+from torchstone.models.fp8 import Fp8Options
 from torchstone.models.model import Model, NativeModel, padded_vocab_size
 from torchstone.models.sizing import (
     build_sized_decoder_config,
@@ -235,7 +236,8 @@ def _check_memory(config: Config, parameters: int, device: torch.device, ctx: Pa
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
     tensors = 4 if config.optim.name == "adamw" else 3
     needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
-    hint = "use a smaller model, --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards the model)"
+    pure = "fp8-pure" if config.training.precision.startswith("fp8") else "bf16-pure"
+    hint = f"use a smaller model, --training.precision {pure}, or more GPUs (--parallel.dp_shard shards the model)"
     check_memory(needed, parameters, device, hint)
 
 
@@ -333,6 +335,7 @@ def _execution(config: Config, ctx: ParallelContext, device: torch.device) -> Ex
         loss=model.loss,
         liger=model.liger,
         optimizer=config.optim.name,
+        fp8=Fp8Options(config.training.fp8_recipe) if config.training.precision.startswith("fp8") else None,
         free_memory=None if free_memory is None else -ctx.all_reduce_max(-free_memory),
         trust_remote_code=model.trust_remote_code,
     )
