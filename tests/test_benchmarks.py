@@ -54,6 +54,16 @@ def test_packed_fine_tuning_from_one_folder_has_the_losses_of_transformers() -> 
     assert ours["last_loss"] == pytest.approx(transformers["last_loss"], rel=1e-5)
 
 
+def test_losses_of_fp8_are_compared_as_means_of_steps() -> None:
+    compare = runpy.run_path(str(HARNESS.parent / "models/fp8_loss.py"))["compare"]
+    reference = [4.0] * 100
+    losses = [4.0] * 20 + [4.4] * 20 + [4.0] * 20 + [4.02] * 40
+    comparison = compare(losses, reference)
+    assert comparison["last_50"] == pytest.approx(0.02 * 40 / 50 / 4)
+    assert comparison["worst_20"] == pytest.approx(0.1)
+    assert compare(reference, reference)["worst_20"] == 0
+
+
 class TestSummary:
     harness = runpy.run_path(str(HARNESS))
 

@@ -128,8 +128,9 @@ def full_copy(tensor: Tensor | None) -> Tensor:
 class TestDtypes:
     def test_the_policy_computes_in_bf16_and_reduces_in_fp32(self) -> None:
         common = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
-        assert mixed_precision_policy("bf16") == MixedPrecisionPolicy(param_dtype=torch.bfloat16, **common)
-        for precision in ("fp32", "bf16-pure"):
+        for precision in ("bf16", "fp8"):
+            assert mixed_precision_policy(precision) == MixedPrecisionPolicy(param_dtype=torch.bfloat16, **common)
+        for precision in ("fp32", "bf16-pure", "fp8-pure"):
             assert mixed_precision_policy(precision) == MixedPrecisionPolicy(param_dtype=None, **common)
 
     def test_parameters_gradients_and_moments_are_fp32_in_every_layout(self, folder: Path) -> None:

@@ -209,7 +209,8 @@ class TestMfu:
     )  # fmt: skip
     def test_the_peak_of_a_gpu_follows_from_its_name(self, name: str, tflops: float | None) -> None:
         assert peak_flops(name) == (None if tflops is None else tflops * 1e12)
-        assert peak_flops(name, "fp8") == (None if tflops is None else 2 * tflops * 1e12)
+        for precision in ("fp8", "fp8-pure"):
+            assert peak_flops(name, precision) == (None if tflops is None else 2 * tflops * 1e12)
 
     @pytest.mark.parametrize("packing", [True, False])
     def test_the_attention_of_a_document_counts_by_its_own_length(

@@ -34,6 +34,7 @@ from torchstone.models.execution import (
 )
 from torchstone.models.fallback.probing import PACKING_METHODS
 from torchstone.models.families import FAMILIES, Family, dropout_warning, family_of
+from torchstone.models.fp8 import check_fp8
 from torchstone.models.liger import choose_liger
 from torchstone.models.model import (
     GENERATION_CONFIG,
@@ -227,7 +228,7 @@ def _load_native(
         source, new_size = ResizedEmbeddings(source, config.vocab_size), padded_vocab_size(tokenizer_size)
         warnings.append(resize_warning(tokenizer_size, config.vocab_size, new_size))
         config, hf_config["vocab_size"] = replace(config, vocab_size=new_size), new_size
-    decoders = builder.build_decoders(config, choice.backend, execution.fused)
+    decoders = builder.build_decoders(config, choice.backend, execution.fused, execution.fp8)
     fill_parameters(decoders, source)
     if isinstance(files, WeightFiles):
         _check_head_copies(files, decoders)
@@ -262,6 +263,8 @@ def _check_native_execution(
     choose_liger(execution.liger, config, compile_, device, execution.tp, execution.loss)
     if compile_ != "none":
         check_compiler(device)
+    if execution.fp8 is not None:
+        check_fp8(execution.fp8, device)
 
 
 def _remote_code_class(hf_config: dict[str, Any]) -> str | None:

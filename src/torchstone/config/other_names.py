@@ -43,6 +43,7 @@ OTHER_NAMES = {
     "gpus_per_node": "nproc",
     "grad_accum": "training.grad_accum_steps",
     "grad_clip": "optim.max_grad_norm",
+    "fp8": "training.precision fp8|bf16",
     "gradient_accumulation_steps": "training.grad_accum_steps",
     "gradient_checkpointing": "model.recompute full|none",
     "gradient_clip_val": "optim.max_grad_norm",

@@ -216,9 +216,13 @@ class TrainingConfig:
     seed: NonNegativeInt = 0
     """Seed of the initialization, the order of the data and the validation split."""
 
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8", "fp8-pure"] = "auto"
     """fp32, bf16 (bf16 compute; fp32 weights, reduction and moments), or bf16-pure (also bf16 weights and moments).
-    auto is bf16 on a GPU that has it and fp32 on a CPU; a resumed run keeps its precision."""
+    fp8 and fp8-pure are the same two with the linears of the blocks in FP8, by torchao. auto is bf16 on a GPU that has
+    it and fp32 on a CPU; a resumed run keeps its precision."""
+
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """Scales of FP8: one for a tensor (tensorwise, the fastest), or one for each of its rows (rowwise, more exact)."""
 
     validate_every_steps: PositiveInt | None = None
     """Validate every n optimizer steps."""
@@ -623,6 +627,18 @@ RULES = [
         "leave out training.validate_at_end, or add --training.validate_every_steps N",
     ),
     _validation_rule("training", "patience"),
+    Rule(
+        "training.fp8_recipe",
+        lambda c: c.training.fp8_recipe != "tensorwise" and not c.training.precision.startswith("fp8"),
+        "training.fp8_recipe is set, but training.precision {c.training.precision} does not use FP8",
+        "add --training.precision fp8, or leave out training.fp8_recipe",
+    ),
+    Rule(
+        "training.precision",
+        lambda c: c.training.precision.startswith("fp8") and c.parallel.tp > 1,
+        "training.precision {c.training.precision} does not work with parallel.tp, which shards the linears",
+        "leave out parallel.tp (--parallel.dp_shard and --parallel.pp work), or use --training.precision bf16",
+    ),
     Rule(
         "training.patience",
         lambda c: c.training.patience is not None and not _has_validation_interval(c.training),

@@ -195,9 +195,16 @@ def load_data(
         fingerprint=_fingerprint(data, caches),
         pad_id=tokenizer.pad_id,
         counts=counts,
-        # DTensor plans every operation anew for each shape, so with tp there are fewer shapes.
-        length_multiple=LENGTH_MULTIPLE if tp == 1 else math.lcm(8 * LENGTH_MULTIPLE, tp),
+        length_multiple=_length_multiple(config, tp),
     )
+
+
+def _length_multiple(config: Config, tp: int) -> int:
+    if config.training.precision.startswith("fp8"):
+        # The gradient of a weight is a product over all tokens, whose number must be a multiple of 16 in FP8.
+        return 2 * LENGTH_MULTIPLE
+    # DTensor plans every operation anew for each shape, so with tp there are fewer shapes.
+    return LENGTH_MULTIPLE if tp == 1 else math.lcm(8 * LENGTH_MULTIPLE, tp)
 
 
 def open_sources(

@@ -30,6 +30,7 @@ from torchstone.errors import UsageError
 from torchstone.loss.chunked import CPU_CHUNK_TOKENS, choose_chunk_tokens, chunked_loss_sum
 from torchstone.models.attention import BackendChoice, KVCache, choose_backend, specialize_floats
 from torchstone.models.decoder import Block, Decoder, DecoderConfig, Fusion, LayerInputs
+from torchstone.models.fp8 import Fp8Options
 
 Recompute = Literal["auto", "none", "elementwise", "selective", "full"]
 Compile = Literal["auto", "none", "block", "whole"]
@@ -43,7 +44,7 @@ MIN_FLOPS_TO_COMPILE = 2e15
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a model is run. Nothing here changes what it computes; `optimizer` is only checked."""
+    """How a model is run. Nothing here but `fp8` changes what it computes; `optimizer` is only checked."""
 
     implementation: Implementation = "auto"
     attention: str = "auto"
@@ -62,6 +63,8 @@ class ExecutionOptions:
     tp: int = 1
     pp: int = 1
     optimizer: str = "adamw"
+    # Training in FP8.
+    fp8: Fp8Options | None = None
 
 
 DEFAULT_EXECUTION = ExecutionOptions()
@@ -172,6 +175,11 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
             "projections and experts cannot be told from single matrices",
             "use --optim.name adamw",
         )
+    if execution.fp8 is not None:
+        raise UsageError(
+            "training.precision fp8 needs the native decoder, but this model runs in the Transformers fallback",
+            "use --training.precision bf16 or bf16-pure",
+        )
     options = {
         f"model.recompute {execution.recompute}": execution.recompute in ("elementwise", "selective"),
         "model.compile": execution.compile in ("block", "whole"),
@@ -234,13 +242,15 @@ def check_compiler(device: torch.device) -> None:
         ) from None
 
 
-def compile_decoder(decoder: Decoder, mode: str, backend: Any = "inductor") -> None:
-    """Compiles in place: parameter names stay as they are."""
+def compile_decoder(
+    decoder: Decoder, mode: str, backend: Any = "inductor", options: dict[str, bool] | None = None
+) -> None:
+    """Compiles in place: parameter names stay as they are. `options` are those of the backend."""
     if mode == "none":
         return
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_PER_BLOCK)
     specialize_floats()
-    compile_ = partial(torch.compile, fullgraph=True, backend=backend)
+    compile_ = partial(torch.compile, fullgraph=True, backend=backend, options=options)
     if mode == "whole":
         decoder.compute_hidden_states = compile_(decoder.compute_hidden_states)  # type: ignore[method-assign]
         decoder.compute_logits = compile_(decoder.compute_logits)  # type: ignore[method-assign]
@@ -259,7 +269,7 @@ def _selective_context() -> Any:
             counts[context.is_recompute] += 1
             save = counts[context.is_recompute] % 2 == 1
         else:
-            save = op in attention
+            save = op in attention or op in FP8_SCALES
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -277,7 +287,9 @@ def _ops(*names: str) -> set[Any]:
     return ops
 
 
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm")
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
+# The largest absolute value of a tensor: one number, for which all of them are read.
+FP8_SCALES = {torch.ops.aten.max.default}
 ATTENTION_OPS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",

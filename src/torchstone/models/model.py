@@ -265,10 +265,16 @@ class NativeModel(Model):
         self.notes += liger.notes
         self.notes += [f"activation checkpointing: {recompute}", f"compile: {compile_}"]
         self.recompute, self.is_compiled = recompute.value, compile_.value != "none"
+        if execution.fp8 is not None and not self.is_compiled:
+            self.warnings.append(
+                "FP8 without model.compile is slower than bf16: every cast is a kernel of its own; add --model.compile "
+                "block"
+            )
+        options = None if execution.fp8 is None else execution.fp8.compile_options
         for part in self.model_parts:
             apply_liger(part, liger.kernels)
             apply_activation_checkpointing(part, recompute.value)
-            compile_decoder(part, compile_.value)
+            compile_decoder(part, compile_.value, options=options)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return generate(self.module, *args, **kwargs)

@@ -30,7 +30,7 @@ def peak_flops(gpu_name: str, precision: str = "bf16") -> float | None:
     """FLOP/s of one GPU with dense bf16 matrices (for fp8 twice that); None if the GPU is not in the table."""
     for pattern, tflops in PEAK_TFLOPS.items():
         if re.search(rf"\b{pattern}(?!\w)", gpu_name):
-            return tflops * 1e12 * (2 if precision == "fp8" else 1)
+            return tflops * 1e12 * (2 if precision.startswith("fp8") else 1)
     return None
 
 

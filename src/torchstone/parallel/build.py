@@ -22,6 +22,7 @@ from torchstone.models.decoder import Decoder, DecoderConfig, Fusion, init_tenso
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions, check_fallback_execution, choose_attention
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES
+from torchstone.models.fp8 import Fp8Options, apply_fp8
 from torchstone.models.model import Model, NativeModel
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, apply_fsdp, mixed_precision_policy
 from torchstone.parallel.local_shards import local_shards
@@ -42,14 +43,33 @@ class ModelBuilder:
         self.notes: list[str] = []
 
     def build_decoders(
-        self, config: DecoderConfig, backend: AttentionBackend, fused: tuple[Fusion, ...]
+        self,
+        config: DecoderConfig,
+        backend: AttentionBackend,
+        fused: tuple[Fusion, ...],
+        fp8: Fp8Options | None = None,
     ) -> list[Decoder]:
         """The decoders of this process, with uninitialized parameters."""
-        with torch.device("meta"):
-            decoder = Decoder(config, backend, fused).to(self.dtype)
+        decoder = self._build_on_meta(config, backend, fused, fp8)
         decoder.to_empty(device=self.device)
         decoder.tie_weights()
         return [decoder]
+
+    def _build_on_meta(
+        self,
+        config: DecoderConfig,
+        backend: AttentionBackend,
+        fused: tuple[Fusion, ...],
+        fp8: Fp8Options | None,
+        layers: range | None = None,
+    ) -> Decoder:
+        with torch.device("meta"):
+            decoder = Decoder(config, backend, fused, layers).to(self.dtype)
+        if fp8 is not None:
+            note = apply_fp8(decoder, fp8, self.device)
+            # Every pipeline stage of this process has the same.
+            self.notes += [] if note in self.notes else [note]
+        return decoder
 
     def shard_fallback(self, module: FallbackModule) -> None:
         """Shards a loaded Transformers model, in place."""
@@ -65,7 +85,11 @@ class ShardedModelBuilder(ModelBuilder):
         self.stage_modules: dict[int, StageModule] = {}
 
     def build_decoders(
-        self, config: DecoderConfig, backend: AttentionBackend, fused: tuple[Fusion, ...]
+        self,
+        config: DecoderConfig,
+        backend: AttentionBackend,
+        fused: tuple[Fusion, ...],
+        fp8: Fp8Options | None = None,
     ) -> list[Decoder]:
         dims = self.ctx.dims
         layer_ranges = stage_layer_ranges(config, dims, self.parallel)
@@ -75,8 +99,7 @@ class ShardedModelBuilder(ModelBuilder):
             self.notes.append(f"pipeline: {self.parallel.schedule}, {len(layer_ranges)} stages of {sizes} layers")
         decoders = []
         for index in stage_indices(self.ctx.pp_rank, dims.pp, len(layer_ranges)):
-            with torch.device("meta"):
-                decoder = Decoder(config, backend, fused, layer_ranges[index]).to(self.dtype)
+            decoder = self._build_on_meta(config, backend, fused, fp8, layer_ranges[index])
             if dims.pp > 1:
                 self.stage_modules[index] = StageModule(decoder, micro_batch_loss)
             self._parallelize(decoder, self.stage_modules.get(index, decoder))
@@ -170,7 +193,7 @@ def build_new_model(
     config = replace(family.decoder_config(hf_config), padding_idx=None)
     choice = choose_attention(config, execution, device, dtype)
     builder = builder or ModelBuilder(device, dtype)
-    decoders = builder.build_decoders(config, choice.backend, execution.fused)
+    decoders = builder.build_decoders(config, choice.backend, execution.fused, execution.fp8)
     # Drawing a tensor takes one core.
     fill_parameters(decoders, InitialTensors(config, std, seed), min(MAX_THREADS, torch.get_num_threads()))
     notes = [f"attention: {choice}", *builder.notes]

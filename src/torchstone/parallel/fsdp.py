@@ -26,14 +26,27 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchstone.config.schema import ParallelConfig
 
 # The dtype of the parameters that the optimizer updates.
-PARAM_DTYPE = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}
-# The dtype of the computation.
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
+PARAM_DTYPE = {
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "bf16-pure": torch.bfloat16,
+    "fp8": torch.float32,
+    "fp8-pure": torch.bfloat16,
+}
+# The dtype of the computation; of FP8, that of everything but the matmuls of some linears (models/fp8.py).
+COMPUTE_DTYPE = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16-pure": torch.bfloat16,
+    "fp8": torch.bfloat16,
+    "fp8-pure": torch.bfloat16,
+}
 
 
 def mixed_precision_policy(precision: str, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
     """Returns FSDP2's policy. Inputs are not cast: some, like cos and sin, are fp32 on purpose."""
-    param_dtype = torch.bfloat16 if precision == "bf16" else None
+    compute_dtype = COMPUTE_DTYPE[precision]
+    param_dtype = None if compute_dtype == PARAM_DTYPE[precision] else compute_dtype
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 

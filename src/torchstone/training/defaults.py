@@ -21,6 +21,7 @@ from torchstone.models.execution import (
     choose_compile,
     get_free_memory,
 )
+from torchstone.models.fp8 import Fp8Options
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
@@ -81,6 +82,7 @@ def execution_options(config: Config, ctx: ParallelContext, device: torch.device
         loss=model.loss,
         liger=model.liger,
         optimizer=config.optim.name,
+        fp8=Fp8Options(config.training.fp8_recipe) if config.training.precision.startswith("fp8") else None,
         free_memory=None if free_memory is None else -ctx.all_reduce_max(-free_memory),
         trust_remote_code=model.trust_remote_code,
     )

@@ -78,9 +78,9 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
     state = {} if checkpoint is None else read_state(checkpoint)
     heartbeat.report_phase("checking the model")
-    execution, requested = execution_options(config, ctx, device), config
-    precision = choose_precision(config, device, ctx, state.get("identity", {}))
+    requested, precision = config, choose_precision(config, device, ctx, state.get("identity", {}))
     config = with_precision(config, precision)
+    execution = execution_options(config, ctx, device)
     # A launcher has prepared the data, which has printed these lines.
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
@@ -256,7 +256,8 @@ def _check_memory(config: Config, parameters: int, device: torch.device, ctx: Pa
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
     tensors = 4 if config.optim.name == "adamw" else 3
     needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
-    hint = "use a smaller model, --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards the model)"
+    pure = "fp8-pure" if config.training.precision.startswith("fp8") else "bf16-pure"
+    hint = f"use a smaller model, --training.precision {pure}, or more GPUs (--parallel.dp_shard shards the model)"
     check_memory(needed, parameters, device, hint)
 
 
