@@ -5,7 +5,7 @@ shards of one replica), `tp` (tensor-parallel shards of every matrix). Ranks in 
 most, so `tp` takes neighboring ranks. The two data-parallel dimensions split the batch; ranks that differ only in pp
 or tp see the same rows.
 
-A single process that computes in fp32 or pure bf16 has no mesh. Mixed precision uses FSDP2, which needs a mesh of one.
+A single process has no mesh.
 """
 
 from __future__ import annotations
