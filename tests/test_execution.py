@@ -180,6 +180,14 @@ class TestCompile:
         compile_decoder(compiled, "block", "aot_eager")
         assert_close(logits_and_gradients(compiled, make_inputs(16)), logits_and_gradients(plain, make_inputs(16)))
 
+    @pytest.mark.parametrize("mode", ["elementwise", pytest.param("selective", marks=the_rest), "full"])
+    def test_blocks_of_one_kind_share_a_graph(self, mode: Any) -> None:
+        decoder, counter = make_decoder((LayerSpec(),) * 3), CompileCounterWithBackend("eager")
+        apply_activation_checkpointing(decoder, mode)
+        compile_decoder(decoder, "block", counter)
+        logits_and_gradients(decoder, make_inputs(16))
+        assert counter.frame_count == 1
+
     def test_generation_compiles_nothing(self) -> None:
         counter = CompileCounterWithBackend("eager")
         plain, compiled = make_decoder(LAYERS[:2]), make_decoder(LAYERS[:2])

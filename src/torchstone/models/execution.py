@@ -161,13 +161,20 @@ def apply_activation_checkpointing(decoder: Decoder, mode: Recompute) -> None:
 
 
 def _recompute_elementwise(block: Block) -> None:
-    run = partial(checkpoint, use_reentrant=False)
     for name in ("attention_norm", "mlp_norm", "attention_norm_after", "mlp_norm_after"):
         norm = getattr(block, name, None)
         if norm is not None:
-            norm.forward = partial(run, norm.forward)
+            norm.forward = _recompute(norm.forward)
     if block.mlp.is_gated:
-        block.mlp.kernel = partial(run, block.mlp.kernel or block.mlp.gate_activation)
+        block.mlp.kernel = _recompute(block.mlp.kernel or block.mlp.gate_activation)
+
+
+def _recompute(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Tensor) -> Tensor:
+        return checkpoint(function, *args, use_reentrant=False)
+
+    # Not a partial: Dynamo would compile one graph for each of them, and so for each block.
+    return run
 
 
 def _wrap_with_checkpoint(forward: Callable[..., Tensor], run: Callable[..., Tensor]) -> Callable[..., Tensor]:
