@@ -258,7 +258,7 @@ class NativeModel(Model):
         for part in self.model_parts:
             apply_liger(part, liger.kernels)
             apply_activation_checkpointing(part, execution.recompute)
-            compile_decoder(part, execution.compile)
+            compile_decoder(part, execution.compile, has_fixed_length=execution.has_fixed_length)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return generate(self.module, *args, **kwargs)

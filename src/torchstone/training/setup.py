@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
     heartbeat.report_phase("opening the data")
-    data = open_data(config, tokenizer, data_console, ctx)
+    data = open_data(config, tokenizer, data_console, ctx, few_shapes=device.type == "cuda")
+    execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length)
     identity = run_identity(config, data)
     state = {} if checkpoint is None else read_state(checkpoint)
     progress = Progress()
@@ -86,7 +88,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     heartbeat.report_phase("loading the model")
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
-    runner = build_runner(model, builder, data.packed, config.data.context_length)
+    runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
     optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
@@ -97,8 +99,6 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     _warn_about_padding(model, tokenizer, console)
     for warning in [*schedule_warnings(schedule.total_steps, config.optim), *_batch_size_warnings(data)]:
         console.warn(warning)
-    own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
-    is_own_checkpoint = checkpoint is not None and checkpoint.resolve().parent == own_root
     checkpoint_info = {
         "identity": identity,
         "version": __version__,
@@ -112,7 +112,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         # The dtype of exports; None for a new model.
         "source_dtype": None if model_folder is None else source_dtype(model_folder),
         # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
-        "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
+        "metrics_start": state.get("metrics_start", 0) if _is_own(checkpoint, config) else progress.last_logged_step,
     }
     run = Run(
         config, model, tokenizer, data, optimizer, runner, schedule, progress, console, checkpoint_info, checkpoint
@@ -130,13 +130,19 @@ def model_builder(config: Config, ctx: ParallelContext, device: torch.device) ->
     return ShardedModelBuilder(ctx, config.parallel, precision, device)
 
 
-def open_data(config: Config, tokenizer: Tokenizer, console: Console, ctx: ParallelContext = SINGLE_PROCESS) -> RunData:
+def open_data(
+    config: Config,
+    tokenizer: Tokenizer,
+    console: Console,
+    ctx: ParallelContext = SINGLE_PROCESS,
+    few_shapes: bool = False,
+) -> RunData:
     assert config.data.path is not None
     cache_dir = Path(config.data.cache_dir)
     train = [data_file(name, cache_dir) for name in config.data.path]
     validation_path = config.data.validation_path
     validation = None if validation_path is None else [data_file(name, cache_dir) for name in validation_path]
-    return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp)
+    return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp, few_shapes)
 
 
 def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
@@ -204,6 +210,12 @@ def _resume_setting(config: Config, ctx: ParallelContext) -> str:
     has_saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
     setting = config.checkpoint.resume
     return "auto" if is_restarted and (has_saved or setting == "never") else setting
+
+
+def _is_own(checkpoint: Path | None, config: Config) -> bool:
+    """Whether this run, not another one, saved the checkpoint."""
+    own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
+    return checkpoint is not None and checkpoint.resolve().parent == own_root
 
 
 def _check_model(
