@@ -26,8 +26,9 @@ from torchstone.parallel.runner import document_limits, micro_batch_loss
 
 # Of a document, of a row of packed documents, and of a micro-batch in rows.
 CONTEXT_LENGTH, MAX_TOKENS, ROWS = 100, 1000, 4
-WINDOW = 24
+WINDOW = 40
 LLAMA = (LayerSpec(), LayerSpec())
+MISTRAL = (LayerSpec(window=WINDOW), LayerSpec(window=WINDOW))
 # Layers with a window have a RoPE of their own.
 GEMMA3 = (LayerSpec(window=WINDOW, rope=Rope(rope_theta=500.0)), LayerSpec())
 SMOLLM3 = (LayerSpec(window=WINDOW), LayerSpec(rope=None))
@@ -131,8 +132,9 @@ CASES: dict[str, tuple[Data, tuple[Any, ...], int]] = {
     "packed, fa4, windows": (PACKED, (GEMMA3, "fa4"), 2),
     "packed, whole model and head": (PACKED, (GEMMA3, "sdpa", "none", "whole"), 2),
     "rows": (IN_ROWS, (LLAMA, "sdpa", "full", "block", "aot_eager"), 1),
-    # Layers with a window have a mask, the others have none.
-    "rows, windows": (IN_ROWS, (GEMMA3, "sdpa"), 2),
+    # A layer with a window has a mask, also for rows that are shorter.
+    "rows, windows": (IN_ROWS, (MISTRAL, "sdpa"), 1),
+    "rows, some windows": (IN_ROWS, (GEMMA3, "sdpa"), 2),
     "rows, fa4": (IN_ROWS, (LLAMA, "fa4", "elementwise"), 1),
 }
 
