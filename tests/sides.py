@@ -17,7 +17,7 @@ from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.weight_files import WeightFiles, hf_tensors
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig
-from torchstone.data.collate import LENGTH_MULTIPLE, MicroBatch, collate
+from torchstone.data.collate import LENGTH_MULTIPLE, BatchShapes, MicroBatch, collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
@@ -106,7 +106,7 @@ class OurSide:
 def collated(micro_batches: parity.MicroBatches, packed: bool, multiple: int = LENGTH_MULTIPLE) -> list[MicroBatch]:
     """The protocol's micro-batches in the package's form, each packed into one row or padded."""
     return [
-        collate([sequences] if packed else [[sequence] for sequence in sequences], 0, multiple)
+        collate([sequences] if packed else [[sequence] for sequence in sequences], 0, BatchShapes(multiple))
         for sequences in (
             [TokenSequence(np.array(ids), np.array(labels)) for ids, labels in batch] for batch in micro_batches
         )

@@ -15,7 +15,7 @@ from torchstone.config import load_config
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
-from torchstone.data.collate import collate
+from torchstone.data.collate import BatchShapes, collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.formats import IGNORE_INDEX
 from torchstone.data.loader import load_data
@@ -228,4 +228,89 @@ class TestCollate:
         assert batch.labels.tolist() == [[-100, 7, -100, 9, -100, -100, -100, -100]]
         assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
         assert batch.doc_ids.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
-        assert all(tensor.shape == (1, 8) and tensor.dtype == torch.int64 for tensor in batch)
+        assert all(tensor.shape == (1, 8) and tensor.dtype == torch.int64 for tensor in batch.tensors)
+
+    def test_counts_are_those_of_the_tensors(self) -> None:
+        a = TokenSequence(np.array([5, 6, 7]), np.array([5, -100, 7]))
+        b = TokenSequence(np.array([8, 9]), np.array([8, 9]))
+        batch = collate([[a, b], [b]], pad_id=1)
+        # Two documents and padding, a document and padding.
+        assert batch.counts == (3, 5, 6)
+        assert batch._replace(counts=None).get_counts() == batch.to(torch.device("cpu")).counts == batch.counts
+
+
+class TestShapesOnAGPU:
+    @pytest.mark.parametrize(("multiple", "limit"), [(8, 65536), (8, 40_001), (64, 50_000), (192, 50_000)])
+    def test_few_lengths_with_little_padding_within_the_limit(self, multiple: int, limit: int) -> None:
+        shapes = BatchShapes(multiple, limit)
+        lengths = {longest: shapes.pad_length(longest) for longest in range(1, limit + 1, 7)}
+        for longest, length in lengths.items():
+            assert longest <= length < limit + multiple
+            assert length % multiple == 0
+            if multiple == 8 and length < limit:
+                # FP8 needs this.
+                assert length % 16 == 0
+                assert length - longest < max(16, longest / 63)
+        assert len({length for longest, length in lengths.items() if 16384 <= longest < 32768}) <= 65
+        assert shapes.pad_length(0) == shapes.pad_length(1)
+
+    def test_padding_of_packed_conversations_with_long_tailed_lengths(self) -> None:
+        """Steps of 54 conversations with a mean of about 600 tokens, in micro-batches of at most 32768 tokens."""
+        rng, shapes, tokens, padding = np.random.default_rng(0), BatchShapes(max_length=32768), 0, 0
+        for _ in range(100):
+            lengths = np.minimum(8192, np.maximum(2, rng.lognormal(6.0, 0.9, 54).astype(np.int64)))
+            for (rows,) in BatchSizes(54, None, 32768).assign_micro_steps(np.arange(54), lengths):
+                size = int(lengths[rows[0]].sum())
+                length = shapes.pad_length(size)
+                assert length <= 32768
+                tokens, padding = tokens + size, padding + length - size
+        assert padding / tokens < 0.01
+
+    def test_the_longest_document_may_be_padding(self) -> None:
+        shapes = BatchShapes(max_length=65536)
+        assert shapes.longest_document(4096) == 4096
+        padded = [shapes.pad_length(longest) - longest for longest in range(32768, 65537)]
+        assert max(padded) <= shapes.longest_document(100) == 1024
+        assert BatchShapes().longest_document(100) == 104
+
+    @pytest.mark.parametrize(
+        ("total", "rows", "dp", "counts"),
+        [(8, 4, 1, (4,)), (9, 8, 1, (1, 8)), (4, 8, 1, (4,)), (10, 4, 2, (1, 4)), (13, 4, 2, (3, 4)), (3, 4, 8, (1,))],
+    )
+    def test_the_numbers_of_rows_are_those_of_a_complete_step(
+        self, total: int, rows: int, dp: int, counts: tuple[int, ...]
+    ) -> None:
+        sizes = BatchSizes(total, rows, None)
+        assert sizes.row_counts(dp) == counts
+        shapes = BatchShapes(row_counts=counts)
+        micro_steps = sizes.assign_micro_steps(np.arange(total), np.full(total, 5), dp)
+        # Every rank has as many rows as the others.
+        assert [{shapes.pad_rows(max(1, len(rank))) for rank in ranks} for ranks in micro_steps] == [
+            {max(len(rank) for rank in ranks)} for ranks in micro_steps
+        ]
+        assert {shapes.pad_rows(n) for n in range(1, max(counts) + 1)} == set(counts)
+
+    def test_rows_get_few_shapes(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+        """Text has rows of one length, also the last one. Without packing, lengths differ, but not numbers of rows."""
+        overrides = {
+            "model.depth": 1, "model.tokenizer": "-", "data.path": [str(text_file)], "data.context_length": 60,
+            "data.cache_dir": str(tmp_path), "training.batch_size": 4, "training.global_batch_size": 8,
+        }  # fmt: skip
+        shapes = {}
+        for packing in (True, False):
+            config = load_config(overrides=overrides | {"data.packing": packing})
+            on_cpu, on_gpu = (
+                load_data(config, tokenizer, [str(text_file)], None, Console("quiet"), few_shapes=few)
+                for few in (False, True)
+            )
+            assert on_gpu.shapes.has_fixed_length == packing
+            last = len(on_gpu.train) - len(on_gpu.train) % 8 - 7
+            batches = [list(data.batches(config, 0, last)) for data in (on_cpu, on_gpu)]
+            shapes[packing] = {tuple(m.ids.shape) for batch in batches[1] for m in batch.micro_batches}
+            for one, other in zip(*batches, strict=True):
+                assert (one.tokens, one.loss_tokens) == (other.tokens, other.loss_tokens)
+                assert other.padding == sum(m.ids.numel() for m in other.micro_batches) - other.tokens
+                assert other.padding >= one.padding
+        assert shapes[True] == {(4, 64)}
+        assert {rows for rows, _ in shapes[False]} == {4}
+        assert {length for _, length in shapes[False]} <= {16, 32, 48, 64}

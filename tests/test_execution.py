@@ -180,6 +180,14 @@ class TestCompile:
         compile_decoder(compiled, "block", "aot_eager")
         assert_close(logits_and_gradients(compiled, make_inputs(16)), logits_and_gradients(plain, make_inputs(16)))
 
+    @pytest.mark.parametrize("mode", ["elementwise", pytest.param("selective", marks=the_rest), "full"])
+    def test_blocks_of_one_kind_share_a_graph(self, mode: Any) -> None:
+        decoder, counter = make_decoder((LayerSpec(),) * 3), CompileCounterWithBackend("eager")
+        apply_activation_checkpointing(decoder, mode)
+        compile_decoder(decoder, "block", counter)
+        logits_and_gradients(decoder, make_inputs(16))
+        assert counter.frame_count == 1
+
     def test_generation_compiles_nothing(self) -> None:
         counter = CompileCounterWithBackend("eager")
         plain, compiled = make_decoder(LAYERS[:2]), make_decoder(LAYERS[:2])
@@ -193,6 +201,16 @@ class TestCompile:
         assert list(dict(compiled.named_parameters())) == list(dict(plain.named_parameters()))
 
 
+def test_limits_decide_whether_there_is_a_mask_and_max_seqlen_for_rows_of_any_length() -> None:
+    """But not for rows that are longer: samples of text may be."""
+    kinds, limits = {("sdpa", 8), ("flash", 8)}, DocumentLimits(2, 16)
+    for length, max_seqlen in ((6, 16), (12, 16), (24, 24)):
+        masks = build_masks(kinds, None, torch.zeros(2, length, dtype=torch.long), None, limits)
+        assert masks["sdpa", 8].attn_mask is not None
+        assert masks["flash", 8].max_seqlen == max_seqlen
+    assert build_masks(kinds, None, torch.zeros(2, 6, dtype=torch.long), None)["sdpa", 8].attn_mask is None
+
+
 def test_limits_of_documents_give_the_same_documents() -> None:
     """Those that are missing are empty, at the end."""
     doc_ids = torch.tensor([[0, 0, 1, 1, 1, -1], [0, 1, 2, 2, -1, -1]])
@@ -203,4 +221,4 @@ def test_limits_of_documents_give_the_same_documents() -> None:
     assert exact.cu_seqlens.tolist() == [0, 2, 5, 6, 7, 8, 10, 12]
     assert bounded.cu_seqlens.tolist() == [0, 2, 5, 6, 7, 8, 10, 12, 12]
     assert (exact.max_seqlen, bounded.max_seqlen) == (4, 4)
-    assert MicroBatch(doc_ids, doc_ids, positions, doc_ids).document_sizes() == (7, 3)
+    assert MicroBatch(doc_ids, doc_ids, positions, doc_ids).get_counts()[1:] == (7, 3)

@@ -141,10 +141,10 @@ class TestStages:
         uneven = [micro_batch(1, 16), micro_batch(3, 24), micro_batch(2, 8)]
         even = pad_to_equal_shapes(uneven, pp=4, tp=3)
         assert len(even) == 4
-        assert {tuple(tensor.shape) for batch in even for tensor in batch} == {(3, 24)}
+        assert {tuple(tensor.shape) for batch in even for tensor in batch.tensors} == {(3, 24)}
         for before, after in zip(uneven, even, strict=False):
             rows, length = before.ids.shape
-            for old, new in zip(before, after, strict=True):
+            for old, new in zip(before.tensors, after.tensors, strict=True):
                 assert torch.equal(new[:rows, :length], old)
             assert (after.labels[rows:] == IGNORE_INDEX).all()
             assert (after.labels[:, length:] == IGNORE_INDEX).all()

@@ -46,7 +46,7 @@ class Arm:
 def arm(packed: bool = False, **execution: object) -> Arm:
     """With all logits, unless another loss or Liger is named."""
     loss = {} if "liger" in execution else {"loss": "full"}
-    return Arm(packed, ExecutionOptions(packed=packed, **(loss | execution)))  # type: ignore[arg-type]
+    return Arm(packed, ExecutionOptions(packed=packed, has_fixed_length=True, **(loss | execution)))  # type: ignore[arg-type]
 
 
 ARMS = {
@@ -90,7 +90,7 @@ def measure(arm: Arm, options: argparse.Namespace) -> dict[str, object]:
         torch.cuda.reset_peak_memory_stats()
     hf_config = new_hf_config("llama", **(LLAMA_1B | {"depth": options.depth, "vocab_size": options.vocabulary}))
     model = build_new_model(hf_config, 0.02, 0, device, torch.bfloat16, arm.execution)
-    runner = Runner(model, device, arm.packed)
+    runner = Runner(model, device, arm.packed, longest_document=options.length)
     optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds())
     rng = np.random.default_rng(0)
     seconds, losses = [], []

@@ -182,7 +182,7 @@ def train(model: Any, packed: bool) -> list[float]:
     for step in range(1, 6):
         # The second micro-batch of every step has no loss token.
         batches = [make_batch(packed, step, loss_share) for loss_share in (0.7, 0.0, 0.4)]
-        batches = [MicroBatch(*(tensor.cpu() for tensor in batch)) for batch in batches]
+        batches = [batch.to(torch.device("cpu")) for batch in batches]
         count = sum(int((batch.labels != -100).sum()) for batch in batches)
         batch = StepBatch(batches, samples=18, tokens=0, loss_tokens=count, padding=0, first_sample=0)
         losses.append(train_step(runner, optimizer, batch, step, 3e-3, 1.0).loss)

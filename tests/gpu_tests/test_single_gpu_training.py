@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+from tiny import write_rows
 from torchstone import api
 from torchstone.config import load_config
 from torchstone.observe.metrics import read_metrics
@@ -20,6 +23,47 @@ Settings = Callable[..., dict[str, Any]]
 def losses(overrides: dict[str, Any], *callbacks: Callback) -> list[float]:
     api.train(load_config(overrides=overrides), callbacks=callbacks)
     return [line["loss"] for line in read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")]
+
+
+class GraphCounter(Callback):
+    """The number of graphs compiled so far, after every step."""
+
+    def __init__(self) -> None:
+        self.graphs: list[int] = []
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        self.graphs.append(counters["stats"]["unique_graphs"])
+
+
+class TestCompiledGraphs:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"training__max_tokens_per_gpu": 700, "model__recompute": "elementwise"},
+            {"training__max_tokens_per_gpu": 700, "model__recompute": "full"},
+            # Nine rows in micro-batches of at most four, six in the last step.
+            {"data__packing": False, "training__batch_size": 4, "training__max_epochs": 2.3},
+        ],
+    )
+    def test_nothing_is_compiled_after_the_second_step(
+        self, settings: Settings, tmp_path: Path, changes: dict[str, Any]
+    ) -> None:
+        answers = ["word " * number for number in np.random.default_rng(0).integers(1, 60, 30)]
+        rows = [{"prompt": "a question", "completion": answer} for answer in answers]
+        torch.compiler.reset()
+        counters.clear()
+        counter = GraphCounter()
+        base = {
+            "data__path": str(write_rows(tmp_path / "rows.jsonl", rows)), "data__context_length": 512,
+            "training__global_batch_size": 9, "training__precision": "bf16", "model__compile": "block",
+            "training__max_steps": None if "training__max_epochs" in changes else 12, "system__device": "cuda",
+        }  # fmt: skip
+        overrides = settings(**base | changes)
+        values = losses(overrides, counter)
+        lines = read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")
+        assert len({line["padding"] + line["tokens"] for line in lines}) > 2, "the steps have the same shapes"
+        assert len(values) >= 7
+        assert 0 < counter.graphs[0] <= counter.graphs[1] == counter.graphs[-1]
 
 
 class TestSingleGPUTraining:

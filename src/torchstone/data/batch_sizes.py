@@ -43,6 +43,12 @@ class BatchSizes:
             for start in range(0, len(samples), size)
         ]
 
+    def row_counts(self, dp: int = 1) -> tuple[int, ...]:
+        """How many rows the micro-batches of a complete step have, ascending: the last may have fewer than others."""
+        assert self.micro_batch_rows is not None
+        complete, rest = divmod(self.global_batch_size, self.micro_batch_rows * dp)
+        return (*([-(-rest // dp)] if rest else []), *([self.micro_batch_rows] if complete else []))
+
 
 def drop_preset_sizes(
     training: TrainingConfig, preset_keys: Sequence[str], shares_rows: bool

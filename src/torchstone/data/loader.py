@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from torchstone.data.cache import (
     open_cache,
     open_source,
 )
-from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, MicroBatch, collate
+from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, BatchShapes, MicroBatch, collate
 from torchstone.data.encode import RowCounts
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS, RowFormat, check_train_on
 from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
@@ -48,6 +48,9 @@ from torchstone.data.samples import (
 from torchstone.data.sources import BadRow
 from torchstone.data.tokenize import Tokenizer
 from torchstone.observe.console import Console
+
+# Rows of text, and rows that are not packed, all get the same length if that takes at most this share of padding.
+MAX_FIXED_PADDING = 0.01
 
 
 @dataclass
@@ -79,7 +82,7 @@ class RunData:
     fingerprint: str
     pad_id: int
     counts: RowCounts
-    length_multiple: int = LENGTH_MULTIPLE
+    shapes: BatchShapes = field(default_factory=BatchShapes)
 
     def sampler(self, seed: int, shuffle: bool, consumed_samples: int = 0) -> Sampler:
         if self.weights:
@@ -136,7 +139,7 @@ class RunData:
             [[sequence for i in row for sequence in samples.get(i)] for row in ranks[dp_rank]]
             for ranks in self.batch_sizes.assign_micro_steps(indices, samples.lengths, dp)
         ]
-        micro_batches = [collate(rows, self.pad_id, self.length_multiple) for rows in rows_of_steps]
+        micro_batches = [collate(rows, self.pad_id, self.shapes) for rows in rows_of_steps]
         lengths = np.array([len(document.ids) for rows in rows_of_steps for row in rows for document in row])
         return StepBatch(
             micro_batches,
@@ -157,8 +160,9 @@ def load_data(
     console: Console,
     dp: int = 1,
     tp: int = 1,
+    few_shapes: bool = False,
 ) -> RunData:
-    """Tokenizes what is not tokenized yet, and lays out the samples."""
+    """Tokenizes what is not tokenized yet, and lays out the samples. `few_shapes`: as a GPU prefers it."""
     data, seed = config.data, config.training.seed
     sources = open_sources(data, train)
     is_text = all(source.row_format in TEXT_FORMATS for source in sources)
@@ -195,7 +199,9 @@ def load_data(
         fingerprint=_fingerprint(data, caches),
         pad_id=tokenizer.pad_id,
         counts=counts,
-        length_multiple=_length_multiple(config, tp),
+        shapes=_batch_shapes(
+            batch_sizes, [*train_parts, *validation_parts], dp, _length_multiple(config, tp), few_shapes
+        ),
     )
 
 
@@ -205,6 +211,19 @@ def _length_multiple(config: Config, tp: int) -> int:
         return 2 * LENGTH_MULTIPLE
     # DTensor plans every operation anew for each shape, so with tp there are fewer shapes.
     return LENGTH_MULTIPLE if tp == 1 else math.lcm(8 * LENGTH_MULTIPLE, tp)
+
+
+def _batch_shapes(
+    batch_sizes: BatchSizes, samples: Sequence[Samples], dp: int, multiple: int, few_shapes: bool
+) -> BatchShapes:
+    if not few_shapes:
+        return BatchShapes(multiple)
+    if batch_sizes.micro_batch_tokens is not None:
+        return BatchShapes(multiple, batch_sizes.micro_batch_tokens)
+    lengths = np.concatenate([part.lengths for part in samples])
+    longest = int(lengths.max(initial=1))
+    has_fixed_length = bool(lengths.mean() >= (1 - MAX_FIXED_PADDING) * longest)
+    return BatchShapes(multiple, longest, has_fixed_length, batch_sizes.row_counts(dp))
 
 
 def open_sources(

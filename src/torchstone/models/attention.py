@@ -119,6 +119,8 @@ def build_masks(
         key_doc_ids_BS = kv_cache.update_doc_ids(doc_ids_BT)
         return {kind: AttentionMask(attn_mask=build_attn_mask(doc_ids_BT, key_doc_ids_BS, kind[1])) for kind in kinds}
     masks = {}
+    # With limits the same for all batches: whether there is a mask decides between two graphs.
+    longest = max(positions_BT.shape[1], 0 if limits is None else limits.length)
     for backend, window in kinds:
         if backend == "fa4" and doc_ids_BT is None:
             mask = AttentionMask()
@@ -126,7 +128,7 @@ def build_masks(
             mask = _varlen_mask(doc_ids_BT, positions_BT, limits)
         elif backend == "flex":
             mask = AttentionMask(block_mask=_flex_block_mask(doc_ids_BT, positions_BT, window))
-        elif doc_ids_BT is None and (window is None or window >= positions_BT.shape[1]):
+        elif doc_ids_BT is None and (window is None or window >= longest):
             mask = AttentionMask()
         else:
             mask_doc_ids_BT = torch.zeros_like(positions_BT) if doc_ids_BT is None else doc_ids_BT
@@ -283,7 +285,7 @@ def _varlen_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor, limits: Docume
     B, T = positions_BT.shape
     if doc_ids_BT is None:
         cu_seqlens = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=positions_BT.device)
-        return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=T)
+        return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=max(T, 0 if limits is None else limits.length))
     is_start = torch.ones_like(doc_ids_BT, dtype=torch.bool)
     is_start[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
     if limits is None:
@@ -294,10 +296,10 @@ def _varlen_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor, limits: Docume
         starts = torch.where(is_start.flatten(), index, B * T).sort().values[: limits.documents]
     cu_seqlens = torch.cat((starts, starts.new_full((1,), B * T))).to(torch.int32)
     # The number of documents differs from batch to batch.
-    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+    mark_dynamic(cu_seqlens, 0)
     # The kernels only need a bound. Powers of two keep the number of compilations small.
-    longest = limits.length if limits is not None else 1 << (int(cu_seqlens.diff().max()) - 1).bit_length()
-    return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=min(longest, T))
+    longest = min(T, 1 << (int(cu_seqlens.diff().max()) - 1).bit_length()) if limits is None else limits.length
+    return AttentionMask(cu_seqlens=cu_seqlens, max_seqlen=longest)
 
 
 def _torch_kernel() -> Kernel:
@@ -376,6 +378,12 @@ def _flex_block_mask(doc_ids_BT: Tensor | None, positions_BT: Tensor, window: in
 
     mask_batch_size = None if doc_ids_BT is None else B
     return create_block_mask(mask_mod, mask_batch_size, None, T, T, device=positions_BT.device)
+
+
+def mark_dynamic(tensor: Tensor, *dims: int) -> None:
+    """Compiled code that gets `tensor` is compiled once for all sizes of these dimensions, except 1."""
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def specialize_floats() -> None:

@@ -10,8 +10,10 @@ Compilation (`model.compile`), always with fullgraph=True, so that a graph break
 - block compiles one block and reuses it for all blocks of its kind, which takes seconds at any depth;
 - whole compiles from the embedding to the last norm, and the head: takes longer with every layer.
 
-Dynamo specializes on the first shape it sees and makes the second graph dynamic. So a run compiles a few graphs for
-each kind of layer, with and without gradients, and not one for each shape.
+A graph is for rows of any length, from the first step on, unless all rows have one length; so a run compiles one graph
+for each kind of layer, with and without gradients, and none after its first step or validation. What else could differ
+between batches does not: the number of rows has at most two values (data/collate.py pads to them), and kernels get the
+run's bound on the length of a document.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchstone.errors import UsageError
 from torchstone.loss.chunked import CPU_CHUNK_TOKENS, choose_chunk_tokens, chunked_loss_sum
-from torchstone.models.attention import BackendChoice, KVCache, choose_backend, specialize_floats
+from torchstone.models.attention import BackendChoice, KVCache, choose_backend, mark_dynamic, specialize_floats
 from torchstone.models.decoder import Block, Decoder, DecoderConfig, Fusion, LayerInputs
 from torchstone.models.fp8 import Fp8Options
 
@@ -36,7 +38,7 @@ Recompute = Literal["auto", "none", "elementwise", "selective", "full"]
 Compile = Literal["auto", "none", "block", "whole"]
 Loss = Literal["auto", "full", "chunked"]
 Implementation = Literal["auto", "native", "fallback"]
-# Kinds of layers x (first shape, any shape) x (training, validation), and some to spare.
+# Kinds of layers x numbers of rows x (training, validation), and some to spare.
 GRAPHS_PER_BLOCK = 32
 # A run with fewer FLOPs takes seconds on a current GPU: less than its compilation.
 MIN_FLOPS_TO_COMPILE = 2e15
@@ -50,6 +52,8 @@ class ExecutionOptions:
     attention: str = "auto"
     # Whether rows hold several documents: some attention kernels are better at that than others.
     packed: bool = False
+    # Whether all rows have one length: compiling for it alone is faster than compiling for any.
+    has_fixed_length: bool = False
     fused: tuple[Fusion, ...] = ()
     recompute: Recompute = "none"
     compile: Compile = "none"
@@ -209,13 +213,20 @@ def apply_activation_checkpointing(decoder: Decoder, mode: str) -> None:
 
 
 def _recompute_elementwise(block: Block) -> None:
-    run = partial(checkpoint, use_reentrant=False)
     for name in ("attention_norm", "mlp_norm", "attention_norm_after", "mlp_norm_after"):
         norm = getattr(block, name, None)
         if norm is not None:
-            norm.forward = partial(run, norm.forward)
+            norm.forward = _recompute(norm.forward)
     if block.mlp.is_gated:
-        block.mlp.kernel = partial(run, block.mlp.kernel or block.mlp.gate_activation)
+        block.mlp.kernel = _recompute(block.mlp.kernel or block.mlp.gate_activation)
+
+
+def _recompute(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Tensor) -> Tensor:
+        return checkpoint(function, *args, use_reentrant=False)
+
+    # Not a partial: Dynamo would compile one graph for each of them, and so for each block.
+    return run
 
 
 def _wrap_with_checkpoint(forward: Callable[..., Tensor], run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -243,14 +254,22 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_decoder(
-    decoder: Decoder, mode: str, backend: Any = "inductor", options: dict[str, bool] | None = None
+    decoder: Decoder,
+    mode: str,
+    backend: Any = "inductor",
+    has_fixed_length: bool = False,
+    options: dict[str, bool] | None = None,
 ) -> None:
     """Compiles in place: parameter names stay as they are. `options` are those of the backend."""
     if mode == "none":
         return
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_PER_BLOCK)
     specialize_floats()
-    compile_ = partial(torch.compile, fullgraph=True, backend=backend, options=options)
+
+    def compile_(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        compiled = torch.compile(function, fullgraph=True, backend=backend, options=options)
+        return compiled if has_fixed_length else _mark_lengths(compiled)
+
     if mode == "whole":
         decoder.compute_hidden_states = compile_(decoder.compute_hidden_states)  # type: ignore[method-assign]
         decoder.compute_logits = compile_(decoder.compute_logits)  # type: ignore[method-assign]
@@ -258,6 +277,32 @@ def compile_decoder(
     for block in decoder.layers.values():
         # Only forward: FSDP2's hooks before and after it are not part of the graph.
         block.forward = compile_(block.forward)
+
+
+def _mark_lengths(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Outside of compiled code, because every block gets a new tensor from the one before it."""
+
+    @wraps(compiled)
+    def run(*args: Any) -> Tensor:
+        for arg in args:
+            _mark_length(arg)
+        return compiled(*args)
+
+    return run
+
+
+def _mark_length(value: Any) -> None:
+    if isinstance(value, LayerInputs):
+        for cos_or_sin_B1TE in value.cos_sin or ():
+            mark_dynamic(cos_or_sin_B1TE, 2)
+        if value.mask.attn_mask is not None:
+            mark_dynamic(value.mask.attn_mask, 2, 3)
+    elif isinstance(value, list):
+        for each in value:
+            _mark_length(each)
+    elif isinstance(value, Tensor):
+        # ids, positions or hidden states.
+        mark_dynamic(value, 1)
 
 
 def _selective_context() -> Any:

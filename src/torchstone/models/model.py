@@ -274,7 +274,7 @@ class NativeModel(Model):
         for part in self.model_parts:
             apply_liger(part, liger.kernels)
             apply_activation_checkpointing(part, recompute.value)
-            compile_decoder(part, compile_.value, options=options)
+            compile_decoder(part, compile_.value, has_fixed_length=execution.has_fixed_length, options=options)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return generate(self.module, *args, **kwargs)

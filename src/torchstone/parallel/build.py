@@ -202,16 +202,16 @@ def build_new_model(
     return model
 
 
-def build_runner(model: Model, builder: ModelBuilder, packed: bool, usual_length: int = 0) -> Runner:
-    """The runner of a model that `builder` has built. `usual_length`: documents are rarely longer."""
+def build_runner(model: Model, builder: ModelBuilder, packed: bool, longest_document: int = 0) -> Runner:
+    """The runner of a model that `builder` has built."""
     if not isinstance(builder, ShardedModelBuilder):
         if builder.compute_dtype != builder.dtype:
             model.use_master_weights(builder.compute_dtype)
-        return Runner(model, builder.device, packed, usual_length=usual_length)
+        return Runner(model, builder.device, packed, longest_document=longest_document)
     ctx, parallel, pipeline = builder.ctx, builder.parallel, None
     if builder.stage_modules:
         num_stages = ctx.dims.pp * resolve_stages_per_rank(parallel)
         sequence_shards = ctx.dims.tp if parallel.sequence else 1
         is_interleaved = parallel.schedule == "interleaved"
         pipeline = Pipeline(builder.stage_modules, num_stages, is_interleaved, ctx, builder.device, sequence_shards)
-    return Runner(model, builder.device, packed, ctx, parallel, builder.fsdp_roots, pipeline, usual_length)
+    return Runner(model, builder.device, packed, ctx, parallel, builder.fsdp_roots, pipeline, longest_document)

@@ -133,7 +133,9 @@ class Pipeline:
     def _run(self, batches: Sequence[MicroBatch], packed: bool, is_training: bool) -> Tensor:
         batches = pad_to_equal_shapes(batches, self.mesh.size(), self.ctx.dims.tp)
         rows, length = batches[0].ids.shape
-        ids, labels, positions, doc_ids = (torch.cat(tensors).to(self.device) for tensors in zip(*batches, strict=True))
+        ids, labels, positions, doc_ids = (
+            torch.cat(tensors).to(self.device) for tensors in zip(*(batch.tensors for batch in batches), strict=True)
+        )
         kwargs = {"positions": positions, "labels": labels} | ({"doc_ids": doc_ids} if packed else {})
         args = (ids,) if 0 in self.stage_modules else ()
         schedule = self._schedule(rows, length, len(batches), is_training)
@@ -213,11 +215,15 @@ def pad_to_equal_shapes(batches: Sequence[MicroBatch], pp: int, tp: int) -> list
 
 def _pad(batch: MicroBatch, rows: int, length: int) -> MicroBatch:
     pad = (0, length - batch.ids.shape[1], 0, rows - len(batch.ids))
-    return MicroBatch(*(F.pad(tensor, pad, value=value) for tensor, value in zip(batch, PADDING_VALUES, strict=True)))
+    return MicroBatch(
+        *(F.pad(tensor, pad, value=value) for tensor, value in zip(batch.tensors, PADDING_VALUES, strict=True))
+    )
 
 
 def _padding_like(batch: MicroBatch) -> MicroBatch:
-    return MicroBatch(*(torch.full_like(tensor, value) for tensor, value in zip(batch, PADDING_VALUES, strict=True)))
+    return MicroBatch(
+        *(torch.full_like(tensor, value) for tensor, value in zip(batch.tensors, PADDING_VALUES, strict=True))
+    )
 
 
 def _first_and_last_stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from torchstone.config.schema import ParallelConfig
 from torchstone.data.collate import MicroBatch
-from torchstone.loss.cross_entropy import IGNORE_INDEX, token_loss_sum
+from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.attention import DocumentLimits
 from torchstone.models.decoder import Decoder
 from torchstone.models.model import Model
@@ -56,14 +56,14 @@ class Runner:
         parallel: ParallelConfig | None = None,
         fsdp_roots: Sequence[nn.Module] = (),
         pipeline: Pipeline | None = None,
-        usual_length: int = 0,
+        longest_document: int = 0,
     ) -> None:
         self.model, self.device, self.packed, self.ctx = model, device, packed, ctx
         self.parallel = parallel or ParallelConfig()
         self.fsdp_roots, self.pipeline = list(fsdp_roots), pipeline
         self._reduces_once = reduces_once_per_step(self.parallel, ctx.dims.dp_shard)
-        # Documents are rarely longer, so that compiled code sees one number.
-        self.usual_length = usual_length
+        # The length that no document of the run exceeds, if it is known: one number for compiled code.
+        self.longest_document = longest_document
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""
@@ -125,12 +125,10 @@ class Runner:
 
     def _limit_documents(self, batches: Sequence[MicroBatch]) -> None:
         """Tells the decoders what they would otherwise have to ask the device."""
-        if self.device.type == "cpu" or not self.packed or self.pipeline is not None:
+        if self.device.type == "cpu" or self.pipeline is not None:
             # A pipeline adds padding of its own.
             return
-        counts, lengths = zip(*(batch.document_sizes() for batch in batches), strict=True)
-        # Powers of two: few shapes.
-        limits = DocumentLimits(_power_of_two(max(counts)), max(self.usual_length, _power_of_two(max(lengths))))
+        limits = document_limits(batches, self.packed, self.longest_document)
         for part in self.model.model_parts:
             if isinstance(part, Decoder):
                 part.document_limits = limits
@@ -138,8 +136,8 @@ class Runner:
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int | None]:
         # gloo aborts the process if the ranks' shards of a row have different lengths.
         assert batch.ids.shape[1] % self.ctx.dims.tp == 0, "the row length is not a multiple of parallel.tp"
-        # Counted only on the CPU: elsewhere it would wait for the device.
-        loss_tokens = None if batch.labels.is_cuda else int((batch.labels != IGNORE_INDEX).sum())
+        # Not counted on a GPU: that would wait for the device.
+        loss_tokens = None if batch.counts is None and batch.labels.is_cuda else batch.get_counts().loss_tokens
         batch = batch.to(self.device)
         return batch.ids, batch.positions, batch.doc_ids if self.packed else None, batch.labels, loss_tokens
 
@@ -148,6 +146,16 @@ class Runner:
 
     def _loss_parallel(self) -> AbstractContextManager[None]:
         return loss_parallel() if self.ctx.dims.tp > 1 else nullcontext()
+
+
+def document_limits(batches: Sequence[MicroBatch], packed: bool, longest_document: int) -> DocumentLimits:
+    """Bounds for all documents of `batches`: powers of two, or `longest_document`, so that there are few of them."""
+    # Without packing, a row is one document, its padding included.
+    sizes = [batch.get_counts()[1:] if packed else tuple(batch.ids.shape) for batch in batches]
+    documents, length = (max(numbers) for numbers in zip(*sizes, strict=True))
+    return DocumentLimits(
+        _power_of_two(documents), longest_document if length <= longest_document else _power_of_two(length)
+    )
 
 
 def _power_of_two(number: int) -> int:

@@ -85,7 +85,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
     heartbeat.report_phase("opening the data")
-    data = open_data(config, tokenizer, data_console, ctx)
+    data = open_data(config, tokenizer, data_console, ctx, few_shapes=device.type == "cuda")
     identity = run_identity(config, data)
     progress = Progress()
     if checkpoint is not None:
@@ -95,11 +95,12 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     schedule = plan_schedule(config, data, progress)
     check_loss_tokens(config, data, schedule, progress)
     heartbeat.report_phase("loading the model")
-    execution = replace(execution, run_flops=run_flops(parameters, data, schedule, progress, ctx))
+    flops = run_flops(parameters, data, schedule, progress, ctx)
+    execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length, run_flops=flops)
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
     console.info("; ".join([f"precision: {precision}", *model.notes]))
-    runner = build_runner(model, builder, data.packed, config.data.context_length)
+    runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
     optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
@@ -114,12 +115,10 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         *_batch_size_warnings(data),
     ]:
         console.warn(warning)
-    own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
-    is_own_checkpoint = checkpoint is not None and checkpoint.resolve().parent == own_root
     info = _checkpoint_info(config, model, data, model_folder) | {
         "identity": identity,
         # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
-        "metrics_start": state.get("metrics_start", 0) if is_own_checkpoint else progress.last_logged_step,
+        "metrics_start": state.get("metrics_start", 0) if _is_own(checkpoint, config) else progress.last_logged_step,
     }
     run = Run(config, model, tokenizer, data, optimizer, runner, schedule, progress, console, info, checkpoint)
     if config.observe.sample_every_steps is not None:
@@ -150,13 +149,19 @@ def model_builder(config: Config, ctx: ParallelContext, device: torch.device) ->
     return ShardedModelBuilder(ctx, config.parallel, precision, device)
 
 
-def open_data(config: Config, tokenizer: Tokenizer, console: Console, ctx: ParallelContext = SINGLE_PROCESS) -> RunData:
+def open_data(
+    config: Config,
+    tokenizer: Tokenizer,
+    console: Console,
+    ctx: ParallelContext = SINGLE_PROCESS,
+    few_shapes: bool = False,
+) -> RunData:
     assert config.data.path is not None
     cache_dir = Path(config.data.cache_dir)
     train = [data_file(name, cache_dir) for name in config.data.path]
     validation_path = config.data.validation_path
     validation = None if validation_path is None else [data_file(name, cache_dir) for name in validation_path]
-    return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp)
+    return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp, few_shapes)
 
 
 def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
@@ -224,6 +229,12 @@ def _resume_setting(config: Config, ctx: ParallelContext) -> str:
     has_saved = bool(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))
     setting = config.checkpoint.resume
     return "auto" if is_restarted and (has_saved or setting == "never") else setting
+
+
+def _is_own(checkpoint: Path | None, config: Config) -> bool:
+    """Whether this run, not another one, saved the checkpoint."""
+    own_root = (Path(config.output_dir) / CHECKPOINTS).resolve()
+    return checkpoint is not None and checkpoint.resolve().parent == own_root
 
 
 def _check_model(
