@@ -26,7 +26,7 @@ from precision import (
 )
 from steps import train_step
 from tiny import TINY_LLAMA, make_llama
-from torchstone.data.collate import collate
+from torchstone.data.collate import BatchShapes, collate
 from torchstone.data.loader import StepBatch
 from torchstone.errors import UsageError
 from torchstone.models.fp8 import Fp8Options, check_fp8
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def random_batch(seed: int = 0, rows: int = 8) -> StepBatch:
     sequences = random_sequences(np.random.default_rng(seed), 4 * rows, 64, TINY_LLAMA["vocab_size"])
-    return step_batch([collate([sequences[4 * n : 4 * n + 4] for n in range(rows)], 0, multiple=16)])
+    return step_batch([collate([sequences[4 * n : 4 * n + 4] for n in range(rows)], 0, BatchShapes(multiple=16))])
 
 
 def gradients(folder: Path, recipe: Any, emulate: bool = False, **execution: Any) -> Tensors:
@@ -120,7 +120,7 @@ def test_fsdp2_on_a_mesh_of_one(folder: Path) -> None:
 def test_a_number_of_tokens_that_is_no_multiple_of_16_is_an_error_of_the_kernel(folder: Path) -> None:
     """Why the data loader pads rows to a multiple of 16. If this fails, it need not."""
     sequences = random_sequences(np.random.default_rng(0), 2, 9, TINY_LLAMA["vocab_size"])
-    batch = step_batch([collate([sequences], 0, multiple=1)])
+    batch = step_batch([collate([sequences], 0, BatchShapes(multiple=1))])
     assert batch.micro_batches[0].ids.numel() % 16
     runner = single_process_runner(folder, CUDA, "fp8", fp8=Fp8Options())
     with pytest.raises(RuntimeError, match="divisible by 16|multiple of 16"):

@@ -39,4 +39,5 @@ def test_a_profiled_run_has_kernel_times_and_the_same_losses(settings: Settings,
     assert not any(name.startswith("aten::") for name in times.by_name), "kernels, not CPU operations"
     kinds = times.by_kind()
     assert all(kinds[kind] > 0 for kind in ("matmul", "attention", "loss", "optimizer", "copies", "other")), kinds
-    assert 0 < times.busy <= sum(kinds.values())
+    # Rounded in the trace.
+    assert 0 < times.busy <= 1.001 * sum(kinds.values())
