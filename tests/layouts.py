@@ -220,7 +220,7 @@ class ShardedSide:
             if stage is not None:
                 loss, stage.micro_batch_loss = (
                     stage.micro_batch_loss,
-                    lambda module, x, positions, *_: module(x, positions),
+                    lambda module, x, positions, *_, **__: module(x, positions),
                 )
                 x = stage(x, positions, positions)
                 stage.micro_batch_loss = loss

@@ -81,14 +81,17 @@ class TestParity:
     @pytest.mark.parametrize("softcap", [None, 3.0])
     @pytest.mark.parametrize("divisor", [1.0, 2.5])
     @pytest.mark.parametrize("chunk_tokens", [1, 5, 11, 1024])
-    @pytest.mark.parametrize("is_count_known", [True, False])
-    def test_fp32(self, softcap: float | None, divisor: float, chunk_tokens: int, is_count_known: bool) -> None:
+    @pytest.mark.parametrize(("is_count_known", "grad_scale"), [(True, 1 / 17), (False, 1.0)])
+    def test_fp32(
+        self, softcap: float | None, divisor: float, chunk_tokens: int, is_count_known: bool, grad_scale: float
+    ) -> None:
         inputs = make_inputs()
         loss_tokens = int((inputs[2] != -100).sum()) if is_count_known else None
         expected = loss_and_gradients(partial(full_loss, softcap=softcap, divisor=divisor), *inputs)
         chunked = partial(
-            chunked_loss_sum, chunk_tokens=chunk_tokens, softcap=softcap, divisor=divisor, loss_tokens=loss_tokens
-        )
+            chunked_loss_sum, chunk_tokens=chunk_tokens, softcap=softcap, divisor=divisor, loss_tokens=loss_tokens,
+            grad_scale=grad_scale,
+        )  # fmt: skip
         loss, *gradients = loss_and_gradients(chunked, *inputs)
         assert relative(loss.item(), expected[0].item()) <= 1e-6
         for gradient, expected_gradient in zip(gradients, expected[1:], strict=True):
@@ -102,13 +105,13 @@ class TestParity:
         exact = loss_and_gradients(partial(full_loss, **settings), hidden.double(), weight.double(), labels)
         full = loss_and_gradients(partial(full_loss, **settings), hidden, weight, labels)
         for chunk_tokens in (5, 64):
-            chunked = partial(chunked_loss_sum, chunk_tokens=chunk_tokens, **settings)
+            chunked = partial(chunked_loss_sum, chunk_tokens=chunk_tokens, grad_scale=1 / 17, **settings)
             results = loss_and_gradients(chunked, hidden, weight, labels)
             assert relative(results[0].item(), exact[0].item()) <= relative(full[0].item(), exact[0].item()) + 1e-6
-            for ours, theirs, expected in zip(results[1:], full[1:], exact[1:], strict=True):
+            # A CPU rounds the head's gradient of each chunk before it is added.
+            for ours, theirs, expected, limit in zip(results[1:], full[1:], exact[1:], (1.01, 1.2), strict=True):
                 assert ours.dtype == torch.bfloat16
-                # A CPU rounds the products, and once more when they are scaled.
-                assert distance(ours.double(), expected) <= 1.3 * distance(theirs.double(), expected)
+                assert distance(ours.double(), expected) <= limit * distance(theirs.double(), expected)
 
     @pytest.mark.parametrize("loss_tokens", [0, None])
     def test_without_a_label_loss_and_gradients_are_zero(self, loss_tokens: int | None) -> None:
@@ -182,13 +185,13 @@ class TestCost:
     @pytest.mark.parametrize(
         ("vocab_size", "itemsize", "free_gib", "expected"),
         [
-            (128256, 2, 139.0, 4096),
+            (128256, 2, 139.0, 2048),
             (128256, 2, 24.0, 2048),
             (128256, 4, 24.0, 1024),
-            (64128, 2, 24.0, 4096),
+            (64128, 2, 12.0, 2048),
             (262144, 2, 8.0, 512),
             (262144, 2, 0.0, 256),
-            (8, 4, 0.5, 4096),
+            (8, 4, 0.5, 2048),
         ],
     )
     def test_the_chunk_size_follows_from_vocabulary_and_free_memory(

@@ -61,7 +61,7 @@ def test_the_kernel_writes_what_its_reference_writes(
     # Some are on another rank, some have no label, one is in no vocabulary.
     labels = torch.randint(vocab_size + vocab_start, (33,), generator=generator, device=DEVICE)
     labels[::5], labels[1] = IGNORE_INDEX, vocab_size + vocab_start
-    head = Head(softcap, divisor, vocab_size + vocab_start, vocab_start)
+    head = Head(softcap, divisor, vocab_size + vocab_start, vocab_start, grad_scale=0.3)
     statistics, expected_statistics, apart_statistics = torch.empty(3, 3, 40, device=DEVICE)[:, :, 3:36]
     expected, together, apart = logits.clone(), logits.clone(), logits.clone()
     write_statistics(expected, labels, expected_statistics, head)
@@ -104,7 +104,8 @@ def test_bf16_is_as_close_to_fp64_as_the_full_loss(softcap: float | None, vocab_
     settings: dict[str, Any] = {"softcap": softcap, "divisor": 1.0}
     exact = loss_and_gradients(partial(full_loss, **settings), hidden.double(), weight.double(), labels)
     full = loss_and_gradients(partial(full_loss, **settings), hidden, weight, labels)
-    ours = loss_and_gradients(partial(chunked_loss_sum, chunk_tokens=256, **settings), hidden, weight, labels)
+    chunked = partial(chunked_loss_sum, chunk_tokens=256, grad_scale=1 / 17, **settings)
+    ours = loss_and_gradients(chunked, hidden, weight, labels)
     assert relative(ours[0].item(), exact[0].item()) <= relative(full[0].item(), exact[0].item()) + 1e-6
     for gradient, expected, reference in zip(ours[1:], full[1:], exact[1:], strict=True):
         assert gradient.dtype == torch.bfloat16
@@ -126,7 +127,7 @@ def test_nothing_waits_for_the_device_and_memory_is_that_of_a_chunk() -> None:
         chunked_loss_sum(hidden, weight, labels, chunk_tokens, loss_tokens=loss_tokens).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    gradients = 4 * weight.numel() + 2 * weight.numel() + 3 * 4 * hidden.numel()
+    gradients = 4 * weight.numel() + 2 * weight.numel() + 2 * hidden.numel()
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * (2 * chunk_tokens * vocab_size + gradients) + 2**22
 
 
@@ -144,7 +145,7 @@ def test_auto_is_chunked_and_a_model_has_the_same_gradients(folder_of: Callable[
         load_model(folder, DEVICE, execution=ExecutionOptions(attention="eager", loss=loss))
         for loss in ("full", "auto")
     )
-    assert "loss: chunked, 4096 tokens at a time (on a GPU)" in chunked.notes
+    assert "loss: chunked, 2048 tokens at a time (on a GPU)" in chunked.notes
     ids = torch.randint(96, (4, 24), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     positions = torch.arange(24, device=DEVICE).expand(4, 24)
     losses = [micro_batch_loss(model.module, ids, positions, None, ids.roll(-1, 1)) for model in (full, chunked)]

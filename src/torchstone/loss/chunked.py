@@ -2,8 +2,9 @@
 
 A chunk's logits are computed in the dtype of the model, its losses in fp32. Then the logits are overwritten with their
 gradient, from which follow the gradients of the hidden states and of the head; the latter is summed over the chunks in
-fp32. So the forward pass computes all gradients, and the backward pass only scales them. Without gradients (validation)
-none are computed. Nothing waits for the device.
+fp32. So the forward pass computes all gradients, and the backward pass only scales them, by one if the caller told the
+forward pass what the loss will be multiplied by (`grad_scale`): then every gradient is rounded once. Without gradients
+(validation) none are computed. Nothing waits for the device.
 
 The largest tensors are one chunk of logits and the head's fp32 gradient. The cost is one pass over that gradient for
 each chunk, so chunks should not be small.
@@ -31,7 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchstone.loss.cross_entropy import IGNORE_INDEX
 
 # More tokens at a time are no faster on an H200, fewer are slower.
-MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 4096, 256
+MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 2048, 256
 # A chunk's logits take at most this share of the free memory.
 MEMORY_SHARE = 1 / 32
 # On a CPU, where larger chunks leave the caches.
@@ -50,6 +51,8 @@ class Head:
     vocab_size: int
     vocab_start: int = 0
     group: dist.ProcessGroup | None = None
+    # Multiplies all gradients.
+    grad_scale: float = 1.0
 
 
 def choose_chunk_tokens(vocab_size: int, itemsize: int, free_bytes: int) -> int:
@@ -66,11 +69,13 @@ def chunked_loss_sum(
     softcap: float | None = None,
     divisor: float = 1.0,
     loss_tokens: int | None = None,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """The sum of the token losses of logits = hidden @ head.T / divisor, soft-capped if `softcap` is set; in fp32.
 
-    `loss_tokens`: how many labels are not -100, if the caller knows it: counting them on a GPU would wait for it. A
-    label outside the vocabulary makes the loss NaN.
+    `loss_tokens`: how many labels are not -100, if the caller knows it: counting them on a GPU would wait for it.
+    `grad_scale`: what the loss will be multiplied by. With another factor the gradients are right too, but rounded
+    twice. A label outside the vocabulary makes the loss NaN.
     """
     vocab_size, vocab_start, group = len(head_weight), 0, None
     if isinstance(head_weight, DTensor):
@@ -80,7 +85,7 @@ def chunked_loss_sum(
         head_weight = head_weight.to_local()
         # The gradient of a rank's part of the vocabulary is a partial sum.
         hidden_BTD = hidden_BTD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    head = Head(softcap, divisor, vocab_size, vocab_start, group)
+    head = Head(softcap, divisor, vocab_size, vocab_start, group, grad_scale)
     hidden_ND, labels_N = _select_loss_tokens(hidden_BTD.flatten(0, 1), labels_BT.flatten(), loss_tokens)
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or head_weight.requires_grad):
         return _ChunkedLoss.apply(hidden_ND, head_weight, labels_N, chunk_tokens, head)
@@ -102,27 +107,22 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, head: Head
     ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        dtype = torch.float32 if _has_fp32_products(hidden_ND) else hidden_ND.dtype
-        hidden_grad = torch.empty_like(hidden_ND, dtype=dtype) if needs_hidden else None
+        hidden_grad = torch.empty_like(hidden_ND) if needs_hidden else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         loss = _loss_sum(hidden_ND, weight_VD, labels_N, chunk_tokens, head, hidden_grad, weight_grad)
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight_VD.dtype))
+        ctx.grad_scale = head.grad_scale
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        # In fp32: a factor without dimensions would be rounded to the dtype of the gradient first.
+        factor = (grad_loss.float() / ctx.grad_scale).view(1, 1)
         grads = [
-            None if grad is None else _scale(grad, grad_loss, dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if grad is None else torch.mul(grad, factor, out=torch.empty_like(grad)) for grad in ctx.saved_tensors
         ]
         return *grads, None, None, None
-
-
-def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In fp32, whatever the dtypes: a factor without dimensions would be rounded to the dtype of `grad` first."""
-    return torch.mul(grad, factor.float().view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 
 
 def _loss_sum(
@@ -146,7 +146,7 @@ def _loss_sum(
         logits_NV = torch.mm(chunk_ND, weight_VD.t(), out=logits_buffer[: len(chunk_ND)])
         _overwrite_logits(logits_NV, labels_N[tokens], statistics_3N[:, tokens], head, has_gradient)
         if hidden_grad is not None:
-            _write_product(hidden_grad[tokens], logits_NV, weight_VD)
+            torch.mm(logits_NV, weight_VD, out=hidden_grad[tokens])
         if weight_grad is not None:
             _add_product(weight_grad, logits_NV.t(), chunk_ND)
     largest_N, sum_N, target_N = statistics_3N
@@ -201,14 +201,14 @@ def reduce_statistics(statistics_3N: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def write_gradient(logits_NV: Tensor, labels_N: Tensor, statistics_3N: Tensor, head: Head) -> None:
-    """Overwrites a chunk's hidden @ weight.T with the gradient of the loss sum."""
+    """Overwrites a chunk's hidden @ weight.T with the gradient of the loss sum, times `head.grad_scale`."""
     largest_N, sum_N, _ = statistics_3N
     x_NV = _scaled_logits(logits_NV, head)
     slope_NV = None if head.softcap is None else 1.0 - (x_NV / head.softcap).square_()
     # In place: in fp32 this is the tensor of the logits.
-    gradient_NV = x_NV.sub_(largest_N[:, None]).exp_().div_(sum_N[:, None])
+    gradient_NV = x_NV.sub_(largest_N[:, None]).exp_().div_(sum_N[:, None] / head.grad_scale)
     index_N, is_here_N = _local_targets(labels_N, head.vocab_start, logits_NV.shape[1])
-    gradient_NV.scatter_add_(1, index_N[:, None], -is_here_N.float()[:, None])
+    gradient_NV.scatter_add_(1, index_N[:, None], -head.grad_scale * is_here_N.float()[:, None])
     if slope_NV is not None:
         gradient_NV.mul_(slope_NV)
     gradient_NV.masked_fill_((labels_N == IGNORE_INDEX)[:, None], 0.0)
@@ -230,24 +230,11 @@ def _local_targets(labels_N: Tensor, vocab_start: int, size: int) -> tuple[Tenso
     return index_N.clamp(0, size - 1), is_here_N
 
 
-def _has_fp32_products(tensor: Tensor) -> bool:
-    """Whether a product of bf16 matrices can be written in fp32. Rounded, scaled and rounded again is less exact."""
-    return tensor.is_cuda and torch.version.hip is None and tensor.dtype != torch.float32
-
-
-def _write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b, where `out` is fp32."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
-    elif _has_fp32_products(a):
+    elif a.is_cuda and torch.version.hip is None:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         out += a @ b

@@ -21,11 +21,12 @@ def fused_loss_sum(
     softcap: float | None = None,
     divisor: float = 1.0,
     loss_tokens: int | None = None,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """The sum of the token losses of logits = hidden @ head.T / divisor, soft-capped if `softcap` is set; in fp32.
 
-    The head's gradient is accumulated over the chunks in fp32, whatever the model's dtype. `loss_tokens` is for
-    `chunked_loss_sum`, which has the same interface; the kernel does not need it.
+    The head's gradient is accumulated over the chunks in fp32, whatever the model's dtype. `loss_tokens` and
+    `grad_scale` are for `chunked_loss_sum`, which has the same interface; the kernel does not need them.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Kernel
 

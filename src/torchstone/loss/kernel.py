@@ -30,8 +30,8 @@ def launch(
     num_warps = max(1, min(MAX_WARPS, block // ELEMENTS // 32))
     cross_entropy_kernel[(tokens,)](
         logits_NV, labels_N, statistics_3N, logits_NV.stride(0), statistics_3N.stride(0), head.vocab_start,
-        head.vocab_size, 1.0 / head.divisor, head.softcap or 1.0, 1.0 / (head.softcap or 1.0), SIZE=size,
-        IGNORE=IGNORE_INDEX, HAS_DIVISOR=head.divisor != 1.0, HAS_SOFTCAP=head.softcap is not None,
+        head.vocab_size, 1.0 / head.divisor, head.softcap or 1.0, 1.0 / (head.softcap or 1.0), head.grad_scale,
+        SIZE=size, IGNORE=IGNORE_INDEX, HAS_DIVISOR=head.divisor != 1.0, HAS_SOFTCAP=head.softcap is not None,
         STATISTICS=statistics, GRADIENT=gradient, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
@@ -51,8 +51,8 @@ def _scaled(x, scale, softcap, inverse_softcap, HAS_DIVISOR: tl.constexpr, HAS_S
 @triton.jit(do_not_specialize=["statistics_stride"])
 def cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits, labels, statistics, logits_stride, statistics_stride, vocab_start, vocab_size, scale, softcap,
-    inverse_softcap, SIZE: tl.constexpr, IGNORE: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    inverse_softcap, grad_scale, SIZE: tl.constexpr, IGNORE: tl.constexpr, HAS_DIVISOR: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + token)
@@ -89,13 +89,13 @@ def cross_entropy_kernel(  # type: ignore[no-untyped-def]
         largest = tl.load(statistics)
         total = tl.load(statistics + statistics_stride)
     if GRADIENT:
-        inverse_total = 1.0 / total
+        inverse_total = grad_scale / total
         for start in range(0, SIZE, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             x = tl.load(logits + offsets, mask=offsets < SIZE, other=0.0, eviction_policy="evict_first")
             x = _scaled(x, scale, softcap, inverse_softcap, HAS_DIVISOR, HAS_SOFTCAP)
             gradient = tl.exp(x - largest) * inverse_total
-            gradient = tl.where(offsets == target, gradient - 1.0, gradient)
+            gradient = tl.where(offsets == target, gradient - grad_scale, gradient)
             if HAS_SOFTCAP:
                 tanh = x * inverse_softcap
                 gradient *= 1.0 - tanh * tanh

@@ -39,7 +39,7 @@ MAX_SCHEDULES = 8
 # ids, labels, positions and doc_ids of padding.
 PADDING_VALUES = (0, IGNORE_INDEX, 0, PADDING_DOC_ID)
 # (module, ids or hidden states, positions, doc_ids, labels) -> sum of the token losses.
-MicroBatchLoss = Callable[[nn.Module, Tensor, Tensor, Tensor | None, Tensor], Tensor]
+MicroBatchLoss = Callable[..., Tensor]
 
 
 def split_layers(config: DecoderConfig, num_stages: int, stage_layers: Sequence[int] = ()) -> list[range]:
@@ -88,11 +88,14 @@ class StageModule(nn.Module):
     def __init__(self, decoder: Decoder, micro_batch_loss: MicroBatchLoss) -> None:
         super().__init__()
         self.decoder, self.micro_batch_loss = decoder, micro_batch_loss
+        # What the loss is multiplied by.
+        self.grad_scale = 1.0
 
     def forward(self, x: Tensor, positions: Tensor, labels: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         if not self.decoder.has_head:
             return self.decoder(x, positions, doc_ids)
-        return torch.stack([self.micro_batch_loss(self.decoder, x, positions, doc_ids, labels)])
+        loss = self.micro_batch_loss(self.decoder, x, positions, doc_ids, labels, grad_scale=self.grad_scale)
+        return torch.stack([loss])
 
 
 class Pipeline:
@@ -121,6 +124,8 @@ class Pipeline:
     def forward_backward(self, batches: Sequence[MicroBatch], packed: bool, scale: float) -> Tensor:
         """Returns the same as `forward`; accumulates the gradients of that sum times `scale`."""
         self._scale = scale
+        for stage in self.stage_modules.values():
+            stage.grad_scale = scale
         loss_sum = self._run(batches, packed, is_training=True)
         self._sum_tied_gradients()
         return loss_sum

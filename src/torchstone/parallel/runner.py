@@ -33,13 +33,19 @@ def micro_batch_loss(
     doc_ids_BT: Tensor | None,
     labels_BT: Tensor,
     loss_tokens: int | None = None,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """The sum of the token losses of one micro-batch. The logits, the largest tensor of a step, are freed on return;
-    a module with a `fused_loss` never has all of them, and none of tokens without a label if it knows `loss_tokens`."""
+    a module with a `fused_loss` never has all of them, and none of tokens without a label if it knows `loss_tokens`.
+
+    `grad_scale`: what the sum will be multiplied by, so that its gradients are rounded once."""
     fused_loss = getattr(module, "fused_loss", None)
     if fused_loss is not None:
         return module(
-            x, positions_BT, doc_ids_BT, loss_fn=partial(fused_loss, labels_BT=labels_BT, loss_tokens=loss_tokens)
+            x,
+            positions_BT,
+            doc_ids_BT,
+            loss_fn=partial(fused_loss, labels_BT=labels_BT, loss_tokens=loss_tokens, grad_scale=grad_scale),
         )
     return token_loss_sum(module(x, positions_BT, doc_ids_BT), labels_BT)
 
@@ -75,7 +81,7 @@ class Runner:
             for index, batch in enumerate(batches):
                 is_last = index == len(batches) - 1
                 set_fsdp_sync(self.fsdp_roots, is_last, self._reduces_once, self.parallel.zero)
-                loss = micro_batch_loss(self.model.module, *self._inputs(batch))
+                loss = micro_batch_loss(self.model.module, *self._inputs(batch), 1 / loss_tokens)
                 (loss / loss_tokens).backward()
                 total += loss.detach()
         return self._own_share(total)

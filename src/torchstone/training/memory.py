@@ -71,7 +71,7 @@ def _loss_bytes(sizes: StepSizes) -> int:
         # The logits, their fp32 logarithms and the gradients of both.
         return sizes.tokens * vocabulary * 2 * (sizes.itemsize + 4)
     # A chunk of logits, the head's gradient in fp32, and the gradient of the hidden states.
-    return vocabulary * (sizes.chunk_tokens * sizes.itemsize + 4 * width) + 4 * sizes.tokens * width
+    return vocabulary * (sizes.chunk_tokens * sizes.itemsize + 4 * width) + sizes.itemsize * sizes.tokens * width
 
 
 def hint_to_fit(sizes: StepSizes, memory: int, row_key: str) -> str:
