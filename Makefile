@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-for-tests
 
 .PHONY: install demo test test-all faults lint clean
 
@@ -13,17 +14,22 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
+# torchao, for the tests of FP8, prints warnings when Transformers imports it.
+$(TEST_STAMP): $(STAMP)
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,torchao]"
+	touch $(TEST_STAMP)
+
 demo: $(STAMP)
 	$(RUN)/python -m torchstone.demo
 
-test: $(STAMP)
+test: $(TEST_STAMP)
 	$(RUN)/python -m pytest -n 2 --dist worksteal --durations=25
 
 # All layouts and faults; `make test` runs one of each kind.
-test-all: $(STAMP)
+test-all: $(TEST_STAMP)
 	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal --durations=25
 
-faults: $(STAMP)
+faults: $(TEST_STAMP)
 	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal tests/faults
 
 lint: $(STAMP)

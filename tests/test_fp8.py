@@ -42,7 +42,7 @@ from tiny_families import VOCABULARY, make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import check_model_folder, load_model
 from torchstone.config import load_config
-from torchstone.data.collate import MicroBatch, collate
+from torchstone.data.collate import BatchShapes, MicroBatch, collate
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models import fp8
 from torchstone.models.execution import MATMULS, ExecutionOptions, _ops, compile_decoder
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def random_batches(seed: int, count: int = 2, multiple: int = 32) -> list[MicroBatch]:
     """Micro-batches of one row with two sequences; by default all rows have the same length."""
     sequences = random_sequences(np.random.default_rng(seed), 2 * count, 16, VOCABULARY)
-    return [collate([sequences[2 * n : 2 * n + 2]], 0, multiple) for n in range(count)]
+    return [collate([sequences[2 * n : 2 * n + 2]], 0, BatchShapes(multiple)) for n in range(count)]
 
 
 def fp8_linears(runner: Runner) -> set[str]:

@@ -65,7 +65,7 @@ class TestHint:
             (
                 21,
                 "none",
-                "even one row with --model.recompute full needs about 21 of 21 GiB: use a shorter "
+                "even one row with --model.recompute full needs about 20 of 21 GiB: use a shorter "
                 "--data.context_length",
             ),
             (

@@ -431,12 +431,12 @@ class TestNotes:
     @pytest.mark.parametrize(
         ("changes", "note"),
         [
-            ({}, "attention: sdpa (on a CPU)"),
-            ({"model__attention": "eager"}, "attention: eager (as requested)"),
-            ({"model__family": "gemma2"}, "attention: eager (sdpa has no soft cap)"),
+            ({}, "; attention: sdpa (on a CPU); "),
+            ({"model__attention": "eager"}, "; attention: eager (as requested); "),
+            ({"model__family": "gemma2"}, "; attention: eager (sdpa has no soft cap); "),
             (
                 {"model__family": "gemma2", "model__attention": "sdpa"},
-                "attention: eager (sdpa was requested, but it has no soft cap, which this model needs)",
+                "; attention: eager (sdpa was requested, but it has no soft cap, which this model needs); ",
             ),
         ],
         ids=str,
@@ -445,7 +445,7 @@ class TestNotes:
         self, settings: Settings, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], note: str
     ) -> None:
         lines = self.logged(capsys, settings(**changes))
-        assert [line for line in lines if " | attention: " in line] == [f"rank0:INFO | {note}"]
+        assert [note in line for line in lines if "; attention: " in line] == [True]
 
     def test_dropout_that_is_not_applied(
         self, settings: Settings, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
