@@ -55,7 +55,7 @@ def main() -> None:
     hf_config = new_hf_config("llama", **(LLAMA_1B | {"depth": options.depth, "vocab_size": options.vocabulary}))
     execution = ExecutionOptions(compile=options.compile, loss="full")
     batches = [step_batch(np.random.default_rng(number), False, options) for number in range(4)]
-    with init_distributed(ParallelConfig(), device, mixed_precision=True) as ctx:
+    with init_distributed(ParallelConfig(), device, mesh_of_one=True) as ctx:
         steps = {
             "fsdp2": fsdp2_step(hf_config, ctx, device, execution),
             "by hand": by_hand_step(hf_config, device, execution),
