@@ -36,6 +36,7 @@ from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_finite, check_saved_state, translate_out_of_memory
+from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.sample_text import Prompt, generate_samples
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
@@ -292,7 +293,11 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
         callback.on_start(run)
     try:
         activity = f"step {run.progress.step + 1} or later"
-        with handle_stop_signals(run.stop_request), translate_out_of_memory(activity, run.device):
+        with (
+            handle_stop_signals(run.stop_request),
+            translate_out_of_memory(activity, run.device),
+            keep_freed_memory(run.device),
+        ):
             yield metrics_file
     finally:
         gc.enable()
