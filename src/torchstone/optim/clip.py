@@ -19,8 +19,7 @@ def squared_norms(gradients: Iterable[Tensor]) -> Tensor:
     local = [_local(gradient) for gradient in gradients]
     if not local:
         return torch.zeros(0, dtype=torch.float64)
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(local, 2, dtype=torch.float32)])
-    return norms.square()
+    return torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).double().square()
 
 
 def clip_coefficient(squared_norm: Tensor, max_norm: float) -> Tensor:
