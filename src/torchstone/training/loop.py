@@ -37,6 +37,7 @@ from torchstone.optim.schedule import lr_at_step
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import check_finite, check_saved_state, translate_out_of_memory
+from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.memory import describe_fit
 from torchstone.training.sample_text import Prompt, generate_samples
 from torchstone.training.schedule import TrainingSchedule
@@ -322,7 +323,11 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     try:
         activity = f"step {run.progress.step + 1} or later"
         hint = partial(describe_fit, run.model, run.optimizer, run.data, run.config.data.context_length)
-        with handle_stop_signals(run.stop_request), translate_out_of_memory(activity, run.device, hint):
+        with (
+            handle_stop_signals(run.stop_request),
+            translate_out_of_memory(activity, run.device, hint),
+            keep_freed_memory(run.device),
+        ):
             yield metrics_file
     finally:
         gc.enable()

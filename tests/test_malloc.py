@@ -1,0 +1,43 @@
+"""Memory that a step frees is there for the next one, and is given back after training."""
+
+from __future__ import annotations
+
+import resource
+
+import psutil
+import torch
+
+from torchstone.training.malloc import MAX_BLOCK, keep_freed_memory
+
+CPU = torch.device("cpu")
+
+
+def allocate(size: int) -> float:
+    """Allocates, writes and frees a block; returns the share of it that the system had to provide."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(size, dtype=torch.uint8)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) * resource.getpagesize() / size
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+class TestKeepFreedMemory:
+    def test_freed_blocks_are_used_again_and_given_back_at_the_end(self) -> None:
+        size = MAX_BLOCK // 2
+        with keep_freed_memory(CPU):
+            for _ in range(8):
+                allocate(size)
+            assert max(allocate(size) for _ in range(4)) < 0.1
+            kept = resident()
+        assert resident() < kept - size / 2
+        assert allocate(size) > 0.5
+
+    def test_blocks_that_are_too_large_are_not_kept(self) -> None:
+        with keep_freed_memory(CPU):
+            assert min(allocate(2 * MAX_BLOCK) for _ in range(3)) > 0.5
+
+    def test_with_another_device_nothing_changes(self) -> None:
+        with keep_freed_memory(torch.device("cuda")):
+            assert min(allocate(MAX_BLOCK // 2) for _ in range(3)) > 0.5
