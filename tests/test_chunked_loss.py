@@ -242,6 +242,7 @@ class TestModels:
         folder = folder_of(("llama", "grouped"))
         model = load_model(folder, CPU, execution=ExecutionOptions("fallback"))
         assert "loss: full (the Transformers fallback computes all logits)" in model.notes
+        assert "compile: none (in the Transformers fallback)" in model.notes
         with pytest.raises(UsageError, match="model.loss chunked: only for the native decoder"):
             load_model(folder, CPU, execution=ExecutionOptions("fallback", loss="chunked"))
 

@@ -158,3 +158,32 @@ def make_sparse_llama(folder: Path, tokenizer: Tokenizer, layers: int, width: in
 def test_dir_lists_the_public_names() -> None:
     assert dir(package) == sorted(package.__all__)
     assert package.train is api.train
+
+
+class TestStartUp:
+    LINE = re.compile(r"(\d+\.\d) s from the start to the end of step (\d+): (.*)")
+
+    def test_the_log_says_what_it_took_once_per_run(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(training__max_steps=3)
+        total, step, phases = self.only_match(start_lines(torchstone, values))
+        assert step == "1"
+        seconds = [float(phase.rpartition(" ")[2]) for phase in phases.split(", ")]
+        assert sum(seconds) == pytest.approx(float(total), abs=0.05 * (len(seconds) + 8))
+        assert phases.startswith("starting ")
+        _, step, _ = self.only_match(start_lines(torchstone, values | {"training.max_steps": 5}))
+        assert step == "4"
+
+    def test_a_run_in_python_begins_when_it_is_called(
+        self, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for number in range(2):
+            began = time.time()
+            output_dir = str(tmp_path / str(number))
+            values = settings(training__max_steps=1, observe__console="lines", output_dir=output_dir)
+            package.train(overrides=values)
+            total, _, _ = self.only_match(capsys.readouterr().err)
+            assert float(total) <= time.time() - began + 0.1
+
+    def only_match(self, text: str) -> tuple[str, str, str]:
+        (match,) = self.LINE.finditer(text)
+        return match[1], match[2], match[3]

@@ -118,6 +118,7 @@ def train(
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
     """Trains to the end of the run; calling it again resumes a run that was stopped."""
+    heartbeat.begin_startup()
     return train_with_config(_load_and_validate(config, overrides, preset), callbacks)
 
 

@@ -251,6 +251,7 @@ class Commands:
             return
         if heartbeat.has_launcher():
             heartbeat.redirect_output(heartbeat.log_file(_log_folder(resolved), int(os.environ["RANK"])))
+        heartbeat.begin_startup(of_process=True)
         with handle_stop_signals(ignore_late_signals=self.ignore_late_signals) as raise_if_stopped:
             heartbeat.report_phase("importing torch")
             from torchstone import api

@@ -74,19 +74,15 @@ class Heartbeat:
     phase: str
 
 
-def _process_start() -> float:
-    return psutil.Process().create_time()
-
-
 class _WorkerState:
     """What this process reports, and where."""
 
     def __init__(self) -> None:
         self.phase = "starting"
         self.step = 0
-        # Seconds in each phase before the first step, and when the current one began.
+        # Seconds in each phase of a start-up, and when the current phase began; None: nothing starts.
         self.startup_seconds: dict[str, float] = {}
-        self.phase_began = _process_start()
+        self.phase_began: float | None = None
         self.terminal: TextIO | None = None
         self.error_file: str | None = None
         self.file: mmap.mmap | None = None
@@ -136,18 +132,29 @@ def current_phase() -> str:
     return _state.phase
 
 
-def startup_seconds() -> dict[str, float]:
-    """Seconds in each phase from the start of this process to its first step."""
-    return _state.startup_seconds
+def begin_startup(of_process: bool = False) -> None:
+    """From now on, or from the start of this process, phases are timed, until `end_startup`."""
+    _state.startup_seconds, _state.phase = {}, "starting"
+    _state.phase_began = psutil.Process().create_time() if of_process else time.time()
+
+
+def end_startup() -> dict[str, float]:
+    """The seconds of each phase since `begin_startup`."""
+    _add_startup_seconds()
+    seconds, _state.startup_seconds, _state.phase_began = _state.startup_seconds, {}, None
+    return seconds
+
+
+def _add_startup_seconds() -> None:
+    if _state.phase_began is not None:
+        now, seconds = time.time(), _state.startup_seconds
+        seconds[_state.phase] = seconds.get(_state.phase, 0.0) + now - _state.phase_began
+        _state.phase_began = now
 
 
 def report_phase(phase: str, step: int = 0) -> None:
     """Records what this process does from now on. A nonzero `step` becomes the current step."""
-    if not _state.step:
-        now = time.time()
-        seconds = _state.startup_seconds
-        seconds[_state.phase] = seconds.get(_state.phase, 0.0) + now - _state.phase_began
-        _state.phase_began = now
+    _add_startup_seconds()
     _state.phase, _state.step = phase, step or _state.step
     if _state.file is not None:
         text = phase.encode()[: _SIZE - _HEADER.size]

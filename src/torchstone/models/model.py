@@ -319,6 +319,7 @@ class FallbackModel(Model):
     def apply_execution(self, execution: ExecutionOptions) -> None:
         check_fallback_execution(execution)
         self.notes.append("loss: full (the Transformers fallback computes all logits)")
+        self.notes.append("compile: none (in the Transformers fallback)")
         self.notes += apply_liger_to_fallback(self.module.hf, execution.liger).notes
         if execution.recompute == "full":
             self.module.enable_activation_checkpointing()

@@ -27,7 +27,7 @@ from torchstone.config.schema import Config
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import NumericalError, StoppedBySignal
-from torchstone.heartbeat import report_phase, startup_seconds
+from torchstone.heartbeat import end_startup, report_phase
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.eta import EtaEstimator
@@ -176,7 +176,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
     On CUDA the host prepares the next step while the device computes: the numbers of a step are read after the next one
     was started, unless something needs them at once.
     """
-    progress, schedule = run.progress, run.schedule
+    progress, schedule, first_step = run.progress, run.schedule, run.progress.step + 1
     with _training_session(run, callbacks) as metrics_file:
         log = _StepLog(run, callbacks, metrics_file)
         # A signal interrupted the validation of this step: repeat it.
@@ -198,8 +198,11 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             run.request_save_if_due()
             run.sync_stop_request()
             is_due = _is_due(run, batch.samples)
-            if is_due or not log.is_delayed:
+            is_first = progress.step == first_step
+            if is_due or is_first or not log.is_delayed:
                 log.read()
+                if is_first:
+                    _log_startup(run)
                 _validate_log_save(run, callbacks, metrics_file, log.metrics)
                 log.restart_clock()
             if is_due:
@@ -260,7 +263,6 @@ class _StepLog:
         self.is_delayed = run.device.type == "cuda" and not has_callback
         self.metrics: dict[str, Any] = {}
         self._started: StartedStep | None = None
-        self._is_first = True
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -285,9 +287,6 @@ class _StepLog:
         self._clock, self._event = now, event
         self.metrics = _step_metrics(self.run, started, seconds)
         self.run.eta.add_step(seconds, started.batch.tokens)
-        if self._is_first:
-            self._is_first = False
-            self.run.console.info(_describe_startup(started.step, seconds))
         for callback in self.callbacks:
             callback.on_step(self.run, self.metrics)
 
@@ -298,10 +297,12 @@ class _StepLog:
             _write_metrics(self.run, self.metrics_file, self.metrics)
 
 
-def _describe_startup(step: int, seconds: float) -> str:
-    phases = startup_seconds() | {f"computing step {step}": seconds}
-    longest = ", ".join(f"{phase} {time:.1f}" for phase, time in phases.items() if time >= 0.05)
-    return f"{sum(phases.values()):.1f} s from the start of the process to the end of step {step}: {longest}"
+def _log_startup(run: Run) -> None:
+    """After the first step of this process."""
+    phases = end_startup()
+    text = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= 0.05)
+    if phases:
+        run.console.info(f"{sum(phases.values()):.1f} s from the start to the end of step {run.progress.step}: {text}")
 
 
 @contextmanager
