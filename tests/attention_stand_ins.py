@@ -34,7 +34,7 @@ def fa4_forward(
 
 def fa4_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float, causal: bool,
-    softcap: float, **lengths: Any,
+    softcap: float, deterministic: bool = False, **lengths: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     def compute() -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -67,7 +67,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = _interface()._flash_attn_bwd(
         q, k, v, out, grad_out.contiguous(), lse, scale, True, softcap, window_size_left=_left(window),
-        **_lengths(cu_seqlens, max_seqlen),
+        deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(cu_seqlens, max_seqlen),
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
