@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from selection import the_rest
 from torchstone import cli
 from torchstone.config.files import read_config_file
 from torchstone.config.load import ALIASES, load_config
@@ -170,7 +171,10 @@ class TestCommands:
         assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
     @six_gpus_or_none
-    @pytest.mark.parametrize(("command", "training"), SHELL_COMMANDS)
+    @pytest.mark.parametrize(
+        ("command", "training"),
+        [pytest.param(*case, marks=() if "--debug" in case[0] else the_rest) for case in SHELL_COMMANDS],
+    )
     def test_shell_scripts_pass_their_arguments_on(self, folder: Path, command: str, training: dict[str, Any]) -> None:
         result = shell(command.replace("ARGS", "--print-config"), folder)
         assert result.returncode == 0, result.stderr
