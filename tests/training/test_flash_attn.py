@@ -31,6 +31,7 @@ from torchstone.models.attention import (
     load_kernel,
 )
 from torchstone.models.execution import ExecutionOptions
+from torchstone.models.flash_attention_4 import flash_attention, flash_attention_backward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -229,6 +230,45 @@ class TestPackages:
         for case, values in zip(CASES.values(), expected, strict=True):
             torch.compiler.reset()
             assert max_distance(run_attention(case, "fa4", CPU), values) <= 1e-6
+
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_the_operators_of_fa4_return_what_the_compiler_expects(
+        self, monkeypatch: pytest.MonkeyPatch, packed: bool
+    ) -> None:
+        """Also for queries and keys that are dense but not contiguous, as partial rotary makes them."""
+        module = ModuleType("interface")
+        module.__dict__.update(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward)
+        monkeypatch.setattr("torchstone.models.flash_attention_4._interface", lambda: module)
+        q, k, v = (torch.randn(2, heads, 6, 8).transpose(1, 2) for heads in (4, 2, 2))
+        cu_seqlens = None
+        if packed:
+            q, k, v = (x[0] for x in (q, k, v))
+            cu_seqlens = torch.tensor([0, 2, 6], dtype=torch.int32)
+        options = (cu_seqlens, 6, 0.3, None, 0.0)
+        assert not q.is_contiguous()
+        out, lse = flash_attention(q, k, v, *options)
+        torch.library.opcheck(flash_attention, (q, k, v, *options), test_utils="test_faketensor")
+        args = (q, k, v, out, torch.randn_like(out), lse, *options)
+        torch.library.opcheck(flash_attention_backward, args, test_utils="test_faketensor")
+
+    @pytest.mark.parametrize(
+        ("generation", "head_dim", "softcap", "reason"),
+        [
+            (9, 256, 50.0, None), (9, 192, None, None), (10, 128, 50.0, None), (10, 256, None, None),
+            (10, 192, None, "at most 128, or 256"), (10, 256, 50.0, "no soft cap for a head_dim of 256"),
+            (12, 64, 50.0, "no soft cap"), (12, 64, None, None),
+        ],
+    )  # fmt: skip
+    def test_auto_does_not_take_fa4_where_it_would_fail(
+        self, monkeypatch: pytest.MonkeyPatch, generation: int, head_dim: int, softcap: float | None, reason: str | None
+    ) -> None:
+        monkeypatch.setattr(attention, "find_spec", lambda name: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+        choice = choose_backend("auto", True, None, softcap, head_dim, CUDA, BF16)
+        assert (choice.backend == "fa4") == (reason is None)
+        if reason is not None:
+            with pytest.raises(UsageError, match=reason):
+                choose_backend("fa4", True, None, softcap, head_dim, CUDA, BF16)
 
     def test_fa4_needs_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, "find_spec", lambda name: True)

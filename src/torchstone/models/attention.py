@@ -244,10 +244,21 @@ def _unsupported_reason(
         return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of the Ampere generation or later"
-    if backend == "fa4" and not 9 <= torch.cuda.get_device_capability(device)[0] <= 12:
-        return "needs a GPU of the Hopper or Blackwell generation"
+    if backend == "fa4":
+        return _fa4_obstacle(softcap, head_dim, torch.cuda.get_device_capability(device)[0])
     if backend == "flash" and softcap is not None:
         return "has no soft cap, which this model needs"
+    return None
+
+
+def _fa4_obstacle(softcap: float | None, head_dim: int, generation: int) -> str | None:
+    """What version 4.0.0b36 asserts. `generation`: 9 is Hopper, 10 and 11 Blackwell, 12 its GPUs for desktops."""
+    if not 9 <= generation <= 12:
+        return "needs a GPU of the Hopper or Blackwell generation"
+    if generation in (10, 11) and 128 < head_dim < 256:
+        return f"needs a head_dim of at most 128, or 256, on Blackwell, not {head_dim}"
+    if softcap is not None and (generation == 12 or (generation in (10, 11) and head_dim == 256)):
+        return f"has no soft cap for a head_dim of {head_dim} on this GPU, which this model needs"
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,12 @@ def flash_attention_backward(
     window: int | None,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = _interface()._flash_attn_bwd(
+    gradients = _interface()._flash_attn_bwd(
         q, k, v, out, grad_out.contiguous(), lse, scale, True, softcap, window_size_left=_left(window),
         deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(cu_seqlens, max_seqlen),
     )  # fmt: skip
+    # As the fake kernel says: its own have the strides of q, k and v.
+    grad_q, grad_k, grad_v = (gradient.contiguous() for gradient in gradients)
     return grad_q, grad_k, grad_v
 
 
@@ -92,6 +95,7 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 flash_attention.register_autograd(_backward, setup_context=_save)
 
 
+@cache
 def _interface() -> Any:
     for name, value in CACHE.items():
         os.environ.setdefault(name, value)
