@@ -27,7 +27,7 @@ from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_r
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, mixed_precision_policy
 from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
-from torchstone.training.step import compute_gradients
+from torchstone.training.step import compute_gradients, optimizer_step
 
 LEARNING_RATE = 3e-3
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -111,3 +111,19 @@ def sum_of_micro_batches(runner: Runner, batches: Sequence[MicroBatch]) -> Tenso
 def distances(ours: Tensors, expected: Tensors) -> list[float]:
     assert ours.keys() == expected.keys()
     return [distance(ours[name].double(), expected[name].double()) for name in expected]
+
+
+def train_steps(runner: Runner, batches: Sequence[StepBatch]) -> Tensors:
+    """The losses and gradients of steps, and the weights after them."""
+    optimizer, values = make_optimizer(runner), Tensors()
+    for step, batch in enumerate(batches):
+        result = compute_gradients(runner, batch, step + 1)
+        values[f"loss {step}"] = torch.tensor([result.loss, result.grad_norm])
+        values |= {f"{name} {step}": full_copy(p.grad) for name, p in runner.model.named_parameters()}
+        optimizer_step(runner, optimizer, result, step + 1, LEARNING_RATE, 1.0)
+    return values | {name: full_copy(p) for name, p in runner.model.named_parameters()}
+
+
+def full_copy(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -21,8 +21,9 @@ from torchstone.data.encode import TokenSequence
 from torchstone.models.attention import AttentionBackend
 from torchstone.models.decoder import Decoder, DecoderConfig, LayerSpec, init_tensor
 from torchstone.models.execution import apply_activation_checkpointing, compile_decoder
+from torchstone.models.model import NativeModel
 from torchstone.models.rope import Rope
-from torchstone.parallel.runner import document_limits, micro_batch_loss
+from torchstone.parallel.runner import Runner, document_limits, micro_batch_loss
 
 # Of a document, of a row of packed documents, and of a micro-batch in rows.
 CONTEXT_LENGTH, MAX_TOKENS, ROWS = 100, 1000, 4
@@ -186,3 +187,15 @@ def test_a_step_may_have_micro_batches_of_two_numbers_of_rows() -> None:
     for number in (5, 8, 1, 3):
         pair.train(data.batch([[10 * n + 10] for n in range(number)]))
     assert pair.graphs == graphs
+
+
+def test_the_limits_of_a_batch_do_not_outlive_it() -> None:
+    """A later call with more documents would merge those beyond the limit."""
+    decoder = make_decoder((LayerSpec(),))
+    runner = Runner(NativeModel(decoder, {}), torch.device("cuda"), packed=True)
+    batch = collate([[TokenSequence(np.arange(4), np.arange(4))] * 3], 0)
+    with runner._document_limits([batch]):
+        limits = decoder.document_limits
+    assert limits is not None
+    assert limits.documents >= 3
+    assert decoder.document_limits is None

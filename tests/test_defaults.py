@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torchstone.config.schema import Config
 from torchstone.models import execution as execution_module
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
 from torchstone.parallel.mesh import SINGLE_PROCESS
-from torchstone.training import loop
+from torchstone.training import loop, step
 from torchstone.training.defaults import choose_precision, slow_choices
 
 Settings = Callable[..., dict[str, Any]]
@@ -197,9 +198,21 @@ class TestDelayedReading:
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(loop, "_StepLog", DelayedLog)
+        # On a GPU only the log checks.
+        monkeypatch.setattr(step, "check_finite", lambda *_: None)
         with pytest.raises(Exception, match="step 2: loss") as caught:
             api.train(None, settings(training__max_steps=4, optim__learning_rate=1e30, optim__max_grad_norm=0.0))
         assert caught.value.exit_code == 5  # type: ignore[attr-defined]
+
+
+def test_an_error_in_on_start_leaves_the_garbage_collector_on(settings: Settings) -> None:
+    class Fail(loop.Callback):
+        def on_start(self, run: loop.Run) -> None:
+            raise ValueError("on_start")
+
+    with pytest.raises(ValueError, match="on_start"):
+        api.train(None, settings(), callbacks=[Fail()])
+    assert gc.isenabled()
 
 
 class DelayedLog(loop._StepLog):

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from torchstone.checkpoint.model_folder import load_model
-from torchstone.config.schema import OptimConfig
+from torchstone.config.schema import OptimConfig, TrainingConfig
+from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from torchstone.models.decoder import DecoderConfig, LayerSpec
 from torchstone.optim.build import build_optimizer
-from torchstone.training.memory import StepSizes, estimate_step_bytes, hint_to_fit, state_bytes
+from torchstone.training.memory import StepSizes, estimate_step_bytes, hint_to_fit, size_flags, state_bytes
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -46,6 +47,10 @@ class TestEstimate:
         assert state_bytes(model, optimizer) == (3 * 4 + 2 * 2) * model.parameter_count
 
 
+def size_flags_of(rows: int) -> str:
+    return f"--training.batch_size {rows} --training.global_batch_size 8"
+
+
 class TestHint:
     @pytest.mark.parametrize(
         ("memory", "recompute", "hint"),
@@ -54,13 +59,14 @@ class TestHint:
             (
                 23,
                 "elementwise",
-                "use --model.recompute full and --training.batch_size 4, which needs about 21 of 23 GiB and does not "
-                "change the global batch",
+                "use --model.recompute full and --training.batch_size 4 --training.global_batch_size 8, which needs "
+                "about 21 of 23 GiB; the global batch stays the same",
             ),
             (
                 23,
                 "full",
-                "use --training.batch_size 4, which needs about 21 of 23 GiB and does not change the global batch",
+                "use --training.batch_size 4 --training.global_batch_size 8, which needs about 21 of 23 GiB; the "
+                "global batch stays the same",
             ),
             (
                 21,
@@ -78,8 +84,39 @@ class TestHint:
     )
     def test_it_names_the_first_change_that_fits(self, memory: int, recompute: str, hint: str) -> None:
         sizes = replace(SIZES, recompute=recompute)
-        assert hint_to_fit(sizes, memory * GIB, "training.batch_size") == hint
+        assert hint_to_fit(sizes, memory * GIB, size_flags_of, "bf16-pure") == hint
 
-    def test_packed_conversations_get_fewer_tokens(self) -> None:
-        hint = hint_to_fit(replace(SIZES, recompute="full"), 23 * GIB, "training.max_tokens_per_gpu")
-        assert hint.startswith("use --training.max_tokens_per_gpu 16384, which ")
+    def test_weights_that_are_bf16_get_no_smaller(self) -> None:
+        hint = hint_to_fit(SIZES, 16 * GIB, size_flags_of, None)
+        assert hint.endswith("GiB: use more GPUs (--parallel.dp_shard shards them)")
+
+    @pytest.mark.parametrize(
+        ("batch", "training", "flags"),
+        [
+            (BatchSizes(8, 8, None), TrainingConfig(), "--training.batch_size 2 --training.global_batch_size 8"),
+            (
+                BatchSizes(50, None, 4096),
+                TrainingConfig(),
+                "--training.max_tokens_per_gpu 1024 --training.global_batch_size 50",
+            ),
+            (
+                BatchSizes(8, 8, None),
+                TrainingConfig(max_tokens_per_gpu=4096),
+                "--training.max_tokens_per_gpu 1024 --training.global_batch_size 8",
+            ),
+            (
+                BatchSizes(24, 8, None),
+                TrainingConfig(batch_size=8, grad_accum_steps=3),
+                "--training.batch_size 2 --training.grad_accum_steps 12",
+            ),
+        ],
+    )
+    def test_the_flags_keep_the_size_of_a_step_and_can_be_followed(
+        self, batch: BatchSizes, training: TrainingConfig, flags: str
+    ) -> None:
+        assert size_flags(batch, training, rows=8, context_length=512, fewer_rows=2) == flags
+        names = flags.replace("--training.", "").split()
+        values = dict(zip(names[::2], map(int, names[1::2]), strict=True))
+        shares_rows = batch.micro_batch_tokens is not None
+        followed = resolve_batch_sizes(replace(training, **values), shares_rows, 512, 8)
+        assert followed.global_batch_size == batch.global_batch_size

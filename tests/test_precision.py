@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from parity import distance, relative
 from precision import (
@@ -34,6 +33,7 @@ from precision import (
     step_batch,
     sum_of_micro_batches,
     take_gradients,
+    train_steps,
 )
 from steps import train_step
 from tiny_families import VOCABULARY, make_model
@@ -43,7 +43,7 @@ from torchstone.data.loader import StepBatch
 from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
-from torchstone.training.step import compute_gradients, optimizer_step
+from torchstone.training.step import compute_gradients
 
 CPU = torch.device("cpu")
 # Of a step, and on each of two data-parallel ranks.
@@ -97,6 +97,20 @@ class TestOneProcess:
             assert torch.equal(ours[name], values), name
             assert values.dtype == torch.float32, name
 
+    def test_frozen_parameters_get_no_gradient(self, folder: Path) -> None:
+        """Frozen before the copies are made, or later."""
+        early, late = "tok_embed.weight", "layers.0.mlp.down.weight"
+        model = load_model(folder, CPU)
+        dict(model.named_parameters())[early].requires_grad_(False)
+        model.use_master_weights(torch.bfloat16)
+        dict(model.named_parameters())[late].requires_grad_(False)
+        compute_gradients(Runner(model, CPU, packed=True), step_batch(random_batches(0)), 1)
+        frozen = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        assert frozen == {early, late}
+
+    def test_the_loss_knows_the_dtype_that_it_computes_in(self, folder: Path) -> None:
+        assert single_process_runner(folder, CPU, "bf16").model.module.compute_dtype == torch.bfloat16
+
     def test_it_keeps_one_copy_of_each_weight_and_no_bf16_gradient(self, folder: Path) -> None:
         runner = single_process_runner(folder, CPU, "bf16")
         compute_gradients(runner, step_batch(random_batches(0)), 1)
@@ -110,19 +124,7 @@ class TestOneProcess:
 
 
 def train_three_steps(runner: Runner) -> Tensors:
-    """The losses and gradients of three steps, and the weights after them."""
-    optimizer, values = make_optimizer(runner), Tensors()
-    for step in range(3):
-        result = compute_gradients(runner, step_batch(random_batches(step)), step + 1)
-        values[f"loss {step}"] = torch.tensor([result.loss, result.grad_norm])
-        values |= {f"{name} {step}": full_copy(p.grad) for name, p in runner.model.named_parameters()}
-        optimizer_step(runner, optimizer, result, step + 1, LEARNING_RATE, 1.0)
-    return values | {name: full_copy(p) for name, p in runner.model.named_parameters()}
-
-
-def full_copy(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return train_steps(runner, [step_batch(random_batches(step)) for step in range(3)])
 
 
 class TestDtypes:

@@ -161,6 +161,14 @@ class TestProfileOfARun:
         assert not (folder / "profile").exists()
         assert "WARNING | steps 3 to 5 were not profiled" in (folder / "logs/rank-0.log").read_text()
 
+    def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+        self, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/profile").write_text("in the way")
+        assert api.train(overrides=settings(observe__profile="2-3", observe__console="lines")).step == 6
+        assert "the profile could not be written: " in capsys.readouterr().err
+
     def test_an_error_ends_the_profiler(self, settings: Settings, tmp_path: Path) -> None:
         class Fail(Callback):
             def on_step(self, run: Run, metrics: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from torchstone.loss.cross_entropy import IGNORE_INDEX
 
 # More tokens at a time are no faster on an H200, fewer are slower.
 MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 2048, 256
-# A chunk's logits take at most this share of the free memory.
+# A chunk's logits take at most this share of the memory.
 MEMORY_SHARE = 1 / 32
 # On a CPU, where larger chunks leave the caches.
 CPU_CHUNK_TOKENS = 512
@@ -55,9 +55,9 @@ class Head:
     grad_scale: float = 1.0
 
 
-def choose_chunk_tokens(vocab_size: int, itemsize: int, free_bytes: int) -> int:
-    """Tokens whose logits take a small share of the free memory: a power of two, so that rarely another one fits."""
-    most = int(free_bytes * MEMORY_SHARE) // (vocab_size * itemsize)
+def choose_chunk_tokens(vocab_size: int, itemsize: int, memory: int) -> int:
+    """Tokens whose logits take a small share of `memory` bytes: a power of two."""
+    most = int(memory * MEMORY_SHARE) // (vocab_size * itemsize)
     return max(MIN_CHUNK_TOKENS, min(MAX_CHUNK_TOKENS, 1 << max(most, 1).bit_length() - 1))
 
 

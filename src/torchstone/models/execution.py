@@ -60,7 +60,7 @@ class ExecutionOptions:
     loss: Loss = "auto"
     liger: tuple[str, ...] = ()
     # Of the GPU that has the least, which decides the chunks of the loss; None: that of the model's device.
-    free_memory: int | None = None
+    gpu_memory: int | None = None
     # What one device has to compute in the whole run, which decides whether to compile; None: any number.
     run_flops: float | None = None
     trust_remote_code: bool = False
@@ -137,22 +137,22 @@ class LossChoice(NamedTuple):
         return f"{kind} ({self.reason})"
 
 
-def get_free_memory(device: torch.device) -> int | None:
-    """In bytes; None on a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+def get_gpu_memory(device: torch.device) -> int | None:
+    """In bytes; None on a CPU. Not what is free of it: a resumed run must compute the same chunks."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def choose_loss(
     config: DecoderConfig, execution: ExecutionOptions, device: torch.device, dtype: torch.dtype
 ) -> LossChoice:
-    """Ranks that share a vocabulary must compute the same chunks, so they need the same `execution.free_memory`."""
-    free_memory = execution.free_memory or get_free_memory(device)
+    """Ranks that share a vocabulary must compute the same chunks, so they need the same `execution.gpu_memory`."""
+    gpu_memory = execution.gpu_memory or get_gpu_memory(device)
     reason = AS_REQUESTED if execution.loss != "auto" else f"on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
     if execution.loss == "full" or (execution.loss == "auto" and device.type != "cuda"):
         return LossChoice(None, reason)
-    if free_memory is None:
+    if gpu_memory is None:
         return LossChoice(CPU_CHUNK_TOKENS, reason)
-    return LossChoice(choose_chunk_tokens(-(-config.vocab_size // execution.tp), dtype.itemsize, free_memory), reason)
+    return LossChoice(choose_chunk_tokens(-(-config.vocab_size // execution.tp), dtype.itemsize, gpu_memory), reason)
 
 
 def apply_loss(decoder: Decoder, choice: LossChoice) -> None:

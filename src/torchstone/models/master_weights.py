@@ -31,7 +31,8 @@ class MasterWeights:
         for master, copy in self.copies.items():
             # On CUDA the gradient of a single micro-batch stays in bf16.
             master.grad_dtype = None
-            copy.register_post_accumulate_grad_hook(_MoveGradient(master))
+            if copy.requires_grad:
+                copy.register_post_accumulate_grad_hook(_MoveGradient(master))
         self._install(copies=True)
 
     @contextmanager
@@ -57,6 +58,10 @@ class _MoveGradient:
     def __call__(self, copy: nn.Parameter) -> None:
         gradient, total = copy.grad, self.master.grad
         assert gradient is not None
+        if not self.master.requires_grad:
+            # Frozen later, by its own name.
+            copy.grad = None
+            return
         if total is not None:
             total = total.to(self.master.dtype)
             total += gradient

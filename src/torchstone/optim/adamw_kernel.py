@@ -25,6 +25,8 @@ def update(
 
     `coefficient` multiplies the gradient; if it is NaN, nothing changes.
     """
+    # The kernel goes through memory and does not know strides.
+    assert all(t.is_contiguous() for t in tensors) or len({t.stride() for t in tensors}) == 1
     count, (beta1, beta2) = tensors[0].numel(), betas
     with torch.cuda.device(tensors[0].device):
         adamw_kernel[(triton.cdiv(count, BLOCK),)](

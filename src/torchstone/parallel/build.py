@@ -51,6 +51,8 @@ class ModelBuilder:
     ) -> list[Decoder]:
         """The decoders of this process, with uninitialized parameters."""
         decoder = self._build_on_meta(config, backend, fused, fp8)
+        if self.compute_dtype != self.dtype:
+            decoder.compute_dtype = self.compute_dtype
         decoder.to_empty(device=self.device)
         decoder.tie_weights()
         return [decoder]

@@ -6,8 +6,8 @@ because they compute the same sum. The sum over all ranks is the loss sum of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -73,8 +73,7 @@ class Runner:
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""
-        self._limit_documents(batches)
-        with self._loss_parallel():
+        with self._document_limits(batches), self._loss_parallel():
             if self.pipeline is not None:
                 return self._own_share(self.pipeline.forward_backward(batches, self.packed, 1.0 / loss_tokens))
             total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -90,8 +89,7 @@ class Runner:
     def forward(self, batches: Iterable[MicroBatch]) -> Tensor:
         """This rank's share of the loss sum, without gradients."""
         batches = list(batches)
-        self._limit_documents(batches)
-        with self._loss_parallel():
+        with self._document_limits(batches), self._loss_parallel():
             if self.pipeline is not None:
                 return self._own_share(self.pipeline.forward(batches, self.packed))
             total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -129,15 +127,20 @@ class Runner:
         for root in self.fsdp_roots:
             reshard(root)
 
-    def _limit_documents(self, batches: Sequence[MicroBatch]) -> None:
-        """Tells the decoders what they would otherwise have to ask the device."""
+    @contextmanager
+    def _document_limits(self, batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Tells the decoders what they would otherwise have to ask the device. It holds for these batches only."""
+        decoders = [part for part in self.model.model_parts if isinstance(part, Decoder)]
         if self.device.type == "cpu" or self.pipeline is not None:
             # A pipeline adds padding of its own.
-            return
-        limits = document_limits(batches, self.packed, self.longest_document)
-        for part in self.model.model_parts:
-            if isinstance(part, Decoder):
-                part.document_limits = limits
+            decoders = []
+        for decoder in decoders:
+            decoder.document_limits = document_limits(batches, self.packed, self.longest_document)
+        try:
+            yield
+        finally:
+            for decoder in decoders:
+                decoder.document_limits = None
 
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int | None]:
         # gloo aborts the process if the ranks' shards of a row have different lengths.

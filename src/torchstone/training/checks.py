@@ -20,8 +20,8 @@ from torchstone.parallel.runner import Runner
 
 ALL_FINITE = "all gradients are finite"
 SMALLER_HINT = (
-    "use a smaller training.batch_size (or max_tokens_per_gpu), data.context_length or model; "
-    "a smaller batch_size does not change the global batch"
+    "use a smaller training.batch_size or max_tokens_per_gpu (training.global_batch_size keeps the size of a step), "
+    "data.context_length or model; --model.recompute full and --model.loss chunked need less too"
 )
 WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"
 

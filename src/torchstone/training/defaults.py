@@ -19,7 +19,7 @@ from torchstone.models.execution import (
     Choice,
     ExecutionOptions,
     choose_compile,
-    get_free_memory,
+    get_gpu_memory,
 )
 from torchstone.models.fp8 import Fp8Options
 from torchstone.parallel.mesh import ParallelContext
@@ -59,7 +59,7 @@ def run_flops(
 
 def execution_options(config: Config, ctx: ParallelContext, device: torch.device) -> ExecutionOptions:
     """How the model of a training run is executed. Raises UsageError for what does not work together."""
-    model, free_memory = config.model, get_free_memory(device)
+    model, gpu_memory = config.model, get_gpu_memory(device)
     if ctx.mesh is not None and model.compile == "whole":
         raise UsageError(
             "model.compile whole does not work with FSDP2, which gathers the model block by block",
@@ -83,7 +83,7 @@ def execution_options(config: Config, ctx: ParallelContext, device: torch.device
         liger=model.liger,
         optimizer=config.optim.name,
         fp8=Fp8Options(config.training.fp8_recipe) if config.training.precision.startswith("fp8") else None,
-        free_memory=None if free_memory is None else -ctx.all_reduce_max(-free_memory),
+        gpu_memory=None if gpu_memory is None else -ctx.all_reduce_max(-gpu_memory),
         trust_remote_code=model.trust_remote_code,
     )
 

@@ -319,11 +319,11 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     gc.collect()
     gc.freeze()
     gc.disable()
-    for callback in callbacks:
-        callback.on_start(run)
     try:
+        for callback in callbacks:
+            callback.on_start(run)
         activity = f"step {run.progress.step + 1} or later"
-        hint = partial(describe_fit, run.model, run.optimizer, run.data, run.config.data.context_length)
+        hint = partial(describe_fit, run.model, run.optimizer, run.data, run.config)
         with (
             handle_stop_signals(run.stop_request),
             translate_out_of_memory(activity, run.device, hint),

@@ -6,11 +6,15 @@ exact, the activations that the backward pass keeps, one block that is being com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchstone.config.schema import Config, TrainingConfig
+from torchstone.data.batch_sizes import BatchSizes
 from torchstone.data.loader import RunData
 from torchstone.models.decoder import DecoderConfig
 from torchstone.models.model import Model, NativeModel
@@ -74,8 +78,11 @@ def _loss_bytes(sizes: StepSizes) -> int:
     return vocabulary * (sizes.chunk_tokens * sizes.itemsize + 4 * width) + sizes.itemsize * sizes.tokens * width
 
 
-def hint_to_fit(sizes: StepSizes, memory: int, row_key: str) -> str:
-    """The change that would make a step fit into `memory` bytes. `row_key`: the config key of a micro-batch's size."""
+def hint_to_fit(sizes: StepSizes, memory: int, size_flags: Callable[[int], str], smaller_precision: str | None) -> str:
+    """The change that would make a step fit into `memory` bytes.
+
+    `size_flags`: the flags for micro-batches of so many rows. `smaller_precision`: one with smaller weights.
+    """
     usable = int(USABLE * memory)
 
     def needs(changed: StepSizes) -> str:
@@ -90,27 +97,27 @@ def hint_to_fit(sizes: StepSizes, memory: int, row_key: str) -> str:
         rows //= 2
         smaller = replace(recomputed, rows=rows)
         if estimate_step_bytes(smaller) <= usable:
-            number = rows * (1 if row_key == "training.batch_size" else sizes.row_tokens)
-            return f"use {flags}--{row_key} {number}, which {needs(smaller)} and does not change the global batch"
+            return f"use {flags}{size_flags(rows)}, which {needs(smaller)}; the global batch stays the same"
     smallest = replace(recomputed, rows=1)
     if sizes.state_bytes > usable:
+        precision = "" if smaller_precision is None else f"--training.precision {smaller_precision}, or "
         return (
             f"weights, gradients and moments alone need {sizes.state_bytes / 2**30:.0f} of {memory / 2**30:.0f} GiB: "
-            "use --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards them)"
+            f"use {precision}more GPUs (--parallel.dp_shard shards them)"
         )
     return f"even one row with --model.recompute full {needs(smallest)}: use a shorter --data.context_length"
 
 
-def describe_fit(model: Model, optimizer: torch.optim.Optimizer, data: RunData, context_length: int) -> str:
+def describe_fit(model: Model, optimizer: torch.optim.Optimizer, data: RunData, config: Config) -> str:
     """What to change when a step of a run is out of memory."""
     device = next(model.module.parameters()).device
     if not isinstance(model, NativeModel) or device.type != "cuda":
         return SMALLER_HINT
-    batch = data.batch_sizes
+    batch, training, context_length = data.batch_sizes, config.training, config.data.context_length
     if batch.micro_batch_tokens is not None:
-        row_key, rows = "training.max_tokens_per_gpu", -(-batch.micro_batch_tokens // context_length)
+        rows = -(-batch.micro_batch_tokens // context_length)
     else:
-        row_key, rows = "training.batch_size", min(batch.micro_batch_rows or 1, batch.global_batch_size)
+        rows = min(batch.micro_batch_rows or 1, batch.global_batch_size)
     # Unpacked rows may be shorter than the context.
     row_tokens = context_length if data.packed else min(context_length, int(data.train.lengths.max()))
     dtype = model.module.compute_dtype or next(model.module.parameters()).dtype
@@ -126,7 +133,20 @@ def describe_fit(model: Model, optimizer: torch.optim.Optimizer, data: RunData, 
         chunk_tokens=model.chunk_tokens,
     )
     memory = torch.cuda.get_device_properties(device).total_memory
-    return hint_to_fit(sizes, int(memory * torch.cuda.get_per_process_memory_fraction(device)), row_key)
+    memory = int(memory * torch.cuda.get_per_process_memory_fraction(device))
+    smaller_precision = {"fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}.get(training.precision)
+    return hint_to_fit(sizes, memory, partial(size_flags, batch, training, rows, context_length), smaller_precision)
+
+
+def size_flags(batch: BatchSizes, training: TrainingConfig, rows: int, context_length: int, fewer_rows: int) -> str:
+    """The flags that turn micro-batches of `rows` rows into ones of `fewer_rows`, in steps of the same size."""
+    if batch.micro_batch_tokens is not None or training.max_tokens_per_gpu is not None:
+        size = f"--training.max_tokens_per_gpu {fewer_rows * context_length}"
+    else:
+        size = f"--training.batch_size {fewer_rows}"
+    if training.grad_accum_steps is not None:
+        return f"{size} --training.grad_accum_steps {training.grad_accum_steps * rows // fewer_rows}"
+    return f"{size} --training.global_batch_size {batch.global_batch_size}"
 
 
 def state_bytes(model: Model, optimizer: torch.optim.Optimizer) -> int:

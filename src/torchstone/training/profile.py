@@ -50,7 +50,10 @@ class StepProfiler(Callback):
             seconds = time.perf_counter() - self._started
             self._profiler.stop()
             if self.run.progress.step >= self.first:
-                self._write(self._profiler, min(self.run.progress.step, self.last), seconds)
+                try:
+                    self._write(self._profiler, min(self.run.progress.step, self.last), seconds)
+                except OSError as error:
+                    self.run.console.warn(f"the profile could not be written: {error}")
                 return
         self.run.console.warn(f"steps {self.first} to {self.last} were not profiled: the run had none of them")
 
