@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from torchstone.optim.clip import scale_gradients
+from torchstone.optim.clip import scale_gradients, to_local
 
 
 class OptimizerState(NamedTuple):
@@ -73,12 +72,7 @@ class AdamW(torch.optim.AdamW):
                 self._steps[parameter] = int(state[STEP])
             step = self._steps[parameter] = self._steps[parameter] + 1
             copy = self.copies.get(parameter, parameter)
-            tensors = [_local(t) for t in (parameter, parameter.grad, *(state[key] for key in MOMENTS), copy)]
+            tensors = [to_local(t) for t in (parameter, parameter.grad, *(state[key] for key in MOMENTS), copy)]
             update(tensors, coefficient, group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
         if parameters:
             torch._foreach_add_([self.state[parameter][STEP] for parameter in parameters], 1)
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 def squared_norms(gradients: Iterable[Tensor]) -> Tensor:
     """The sum of squares of the local shard of each gradient, in fp64."""
-    local = [_local(gradient) for gradient in gradients]
+    local = [to_local(gradient) for gradient in gradients]
     if not local:
         return torch.zeros(0, dtype=torch.float64)
     return torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).double().square()
@@ -35,8 +35,10 @@ def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> 
     for parameter in with_gradient:
         parameter.grad = parameter.grad.to(parameter.dtype)
     if with_gradient and coefficient < 1:
-        torch._foreach_mul_([_local(parameter.grad) for parameter in with_gradient], coefficient.item())
+        torch._foreach_mul_([to_local(parameter.grad) for parameter in with_gradient], coefficient.item())
 
 
-def _local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor | None) -> Tensor:
+    """This rank's shard of a parameter, gradient or moment."""
+    assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

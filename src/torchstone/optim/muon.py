@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchstone.optim.adamw import AdamW, OptimizerState
-from torchstone.optim.clip import scale_gradients
+from torchstone.optim.clip import scale_gradients, to_local
 
 MOMENTUM = "momentum_buffer"
 MUON_STATE = OptimizerState("Muon", (), (MOMENTUM,))
@@ -105,21 +104,21 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter.grad)
-        _to_local(state[MOMENTUM]).lerp_(_to_local(parameter.grad), 1 - group["momentum"])
-        _to_local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        to_local(state[MOMENTUM]).lerp_(to_local(parameter.grad), 1 - group["momentum"])
+        to_local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
 
     def _update_matrices(self, shards: Sequence[MatrixShard]) -> None:
         names = [each.projection.name for each in shards]
         updates = self.exchange.orthogonalize(names, [self._nesterov(each) for each in shards])
         for (projection, parameter, group), update in zip(shards, updates, strict=True):
             lr = adjust_lr(group["lr"], group["adjust_lr_fn"], projection.shape)
-            _to_local(parameter)[projection.rows].add_(update, alpha=-lr)
+            to_local(parameter)[projection.rows].add_(update, alpha=-lr)
 
     def _nesterov(self, shard: MatrixShard) -> Tensor:
         """The gradient plus momentum, in bf16 as the Newton-Schulz iteration needs it."""
         projection, parameter, group = shard
-        gradient = _to_local(parameter.grad)[projection.rows]
-        momentum = _to_local(self.state[parameter][MOMENTUM])[projection.rows]
+        gradient = to_local(parameter.grad)[projection.rows]
+        momentum = to_local(self.state[parameter][MOMENTUM])[projection.rows]
         return gradient.lerp(momentum, group["momentum"]).bfloat16()
 
 
@@ -141,8 +140,3 @@ def adjust_lr(lr: float, adjust_lr_fn: str, shape: Sequence[int]) -> float:
     if adjust_lr_fn == "original":
         return lr * math.sqrt(max(1, rows / columns))
     return lr * (0.2 * math.sqrt(max(rows, columns)))
-
-
-def _to_local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

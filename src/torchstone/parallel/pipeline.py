@@ -38,7 +38,7 @@ PIPELINE_LENGTH_MULTIPLE = 64
 MAX_SCHEDULES = 8
 # ids, labels, positions and doc_ids of padding.
 PADDING_VALUES = (0, IGNORE_INDEX, 0, PADDING_DOC_ID)
-# (module, ids or hidden states, positions, doc_ids, labels) -> sum of the token losses.
+# micro_batch_loss of parallel/runner.py.
 MicroBatchLoss = Callable[..., Tensor]
 
 
