@@ -17,7 +17,7 @@ import torch
 
 from torchstone import api
 from torchstone.config import load_config
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 TIMEOUT = 120
 # Only installed modules: the forkserver does not know the folder of the tests. An optimizer imports torch._dynamo.

@@ -233,16 +233,16 @@ class TestModels:
     def test_on_a_cpu_auto_is_full_and_the_notes_say_so(self, folder_of: Any) -> None:
         folder = folder_of(("llama", "grouped"))
         model = load_model(folder, CPU)
-        assert "loss: full (on a CPU)" in model.notes
+        assert str(model.choices["model.loss"]) == "full (on a CPU)"
         assert not hasattr(model.module, "fused_loss")
         model = load_model(folder, CPU, execution=ExecutionOptions(loss="chunked"))
-        assert "loss: chunked, 512 tokens at a time (as requested)" in model.notes
+        assert str(model.choices["model.loss"]) == "chunked (as requested, 512 tokens at a time)"
 
     def test_the_fallback_refuses_it(self, folder_of: Any) -> None:
         folder = folder_of(("llama", "grouped"))
         model = load_model(folder, CPU, execution=ExecutionOptions("fallback"))
-        assert "loss: full (the Transformers fallback computes all logits)" in model.notes
-        assert "compile: none (in the Transformers fallback)" in model.notes
+        assert str(model.choices["model.loss"]) == "full (the Transformers fallback computes all logits)"
+        assert str(model.choices["model.compile"]) == "none (in the Transformers fallback)"
         with pytest.raises(UsageError, match="model.loss chunked: only for the native decoder"):
             load_model(folder, CPU, execution=ExecutionOptions("fallback", loss="chunked"))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,11 @@ from torchstone.config.schema import Config
 from torchstone.models import execution as execution_module
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
 from torchstone.parallel.mesh import SINGLE_PROCESS
-from torchstone.training import loop, step
+from torchstone.training import loop, step, step_log
 from torchstone.training.defaults import choose_precision, slow_choices
+from torchstone.training.run import Callback, Run
+from torchstone.training.step import StepResult, compute_gradients
+from torchstone.training.step_log import StepLog
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -61,7 +66,7 @@ class TestPrecision:
         code, _, err = torchstone("train", *flags(values | {"training.max_steps": 3}))
         assert code == 0, err
         assert "precision: bf16 (as in the checkpoint); " in err
-        assert "parameters in bf16; " in err
+        assert "parameters in fp32, computed in bf16; " in err
         code, _, err = torchstone("train", *flags(values | {"training.max_steps": 4, "training.precision": "fp32"}))
         assert (code, "training.precision bf16 is now fp32" in err) == (6, True)
 
@@ -141,7 +146,7 @@ class TestWhereItIsShown:
         line = next(line for line in err.splitlines() if "precision: " in line)
         assert line.partition(" | ")[2] == (
             "precision: fp32 (on a CPU); attention: sdpa (on a CPU); loss: full (on a CPU); "
-            "activation checkpointing: none (nothing is compiled); compile: none (on a CPU)"
+            "recompute: none (nothing is compiled); compile: none (on a CPU)"
         )
 
     def test_print_config_shows_it_and_keeps_auto(
@@ -157,11 +162,62 @@ class TestWhereItIsShown:
         assert "model.recompute elementwise (almost free in compiled blocks)" in err
         assert "model.compile" not in err
 
+    def test_print_config_knows_the_checkpoint(self, torchstone: Command, settings: Settings) -> None:
+        api.train(None, settings(training__max_steps=1, training__precision="bf16"))
+        code, _, err = torchstone("train", *flags(settings(training__max_steps=2)), "--print-config")
+        assert code == 0
+        assert "training.precision bf16 (as in the checkpoint)" in err
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--training.precision", "fp8"), "training.precision fp8 needs a GPU with FP8 kernels"),
+            (("--model.liger", "loss"), "model.liger loss: its kernels run on CUDA devices, not on cpu"),
+            (("--model.depth", "400", "--model.width", "65536"), "B parameters need at least "),
+            (("--nproc", "2", "--model.compile", "whole"), "model.compile whole does not work with FSDP2"),
+        ],
+    )
+    def test_print_config_says_that_a_run_would_be_refused(
+        self, arguments: tuple[str, ...], message: str, torchstone: Command, settings: Settings
+    ) -> None:
+        given = {name.removeprefix("--") for name in arguments}
+        values = {key: value for key, value in settings(model__heads=None).items() if key not in given and value}
+        code, out, err = torchstone("train", *flags(values), *arguments, "--print-config")
+        assert code == 0, err
+        assert json.loads(out)["model"]["compile"]
+        assert err.startswith("on cpu this run would be refused: "), err
+        assert message in err
+
+    def test_what_auto_means_is_saved_and_compared(
+        self, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lines = {"observe__console": "lines"}
+        api.train(None, settings(training__max_steps=1, training__precision="bf16", **lines))
+        state = json.loads((tmp_path / "run/checkpoints/step-00000001/state.json").read_text())
+        assert state["resolved"] == {
+            "training.precision": "bf16",
+            "model.attention": "sdpa",
+            "model.loss": "full",
+            "model.recompute": "none",
+            "model.compile": "none",
+            "model.fused": "none",
+        }
+        capsys.readouterr()
+        api.train(None, settings(training__max_steps=2, **lines))
+        assert "training.precision" not in capsys.readouterr().err, "it is still bf16"
+        api.train(None, settings(training__max_steps=3, model__recompute="full", model__attention="eager", **lines))
+        warnings = re.findall(r"changed since .* started: (model.*)", capsys.readouterr().err)
+        assert warnings == ["model.attention sdpa is now eager", "model.recompute none is now full"]
+
+    def test_fused_projections_are_named(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        api.train(None, settings(training__max_steps=1, model__fused="qkv,gate_up", observe__console="lines"))
+        assert "; fused: qkv,gate_up (as requested)" in capsys.readouterr().err
+
     def test_a_flag_overrides_it(self, torchstone: Command, settings: Settings) -> None:
         values = settings(training__max_steps=1, observe__console="lines", model__recompute="full")
         _, _, err = torchstone("train", *flags(values | {"model.loss": "chunked"}))
-        assert "; loss: chunked, 512 tokens at a time (as requested); " in err
-        assert "; activation checkpointing: full (as requested); " in err
+        assert "; loss: chunked (as requested, 512 tokens at a time); " in err
+        assert "; recompute: full (as requested); " in err
 
 
 class TestDelayedReading:
@@ -180,7 +236,7 @@ class TestDelayedReading:
         lines = {}
         for name in ("plain", "delayed"):
             if name == "delayed":
-                monkeypatch.setattr(loop, "_StepLog", DelayedLog)
+                monkeypatch.setattr(loop, "StepLog", DelayedLog)
             values["output_dir"] = str(tmp_path / name)
             if stop_after is not None:
                 api.train(None, values | {"training.max_steps": stop_after})
@@ -197,17 +253,38 @@ class TestDelayedReading:
     def test_a_loss_that_is_not_finite_still_ends_the_run(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(loop, "_StepLog", DelayedLog)
+        monkeypatch.setattr(loop, "StepLog", DelayedLog)
         # On a GPU only the log checks.
         monkeypatch.setattr(step, "check_finite", lambda *_: None)
         with pytest.raises(Exception, match="step 2: loss") as caught:
             api.train(None, settings(training__max_steps=4, optim__learning_rate=1e30, optim__max_grad_norm=0.0))
         assert caught.value.exit_code == 5  # type: ignore[attr-defined]
 
+    def test_an_update_is_not_applied_if_only_the_loss_is_not_finite(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The gradients may be finite: a label outside the vocabulary makes only the loss NaN."""
+        weights = []
+
+        class Keep(Callback):
+            def on_step_begin(self, run: Run, number: int) -> None:
+                weights.append([p.detach().clone() for _, p in run.model.named_parameters()])
+
+        def without_loss(*args: Any) -> StepResult:
+            result = compute_gradients(*args)
+            result.sums[0] = math.nan
+            return result
+
+        monkeypatch.setattr(step, "check_finite", lambda *_: None)
+        monkeypatch.setattr(step_log, "check_finite", lambda *_: None)
+        monkeypatch.setattr(loop, "compute_gradients", without_loss)
+        api.train(None, settings(training__max_steps=2), callbacks=[Keep()])
+        assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
 
 def test_an_error_in_on_start_leaves_the_garbage_collector_on(settings: Settings) -> None:
-    class Fail(loop.Callback):
-        def on_start(self, run: loop.Run) -> None:
+    class Fail(Callback):
+        def on_start(self, run: Run) -> None:
             raise ValueError("on_start")
 
     with pytest.raises(ValueError, match="on_start"):
@@ -215,7 +292,7 @@ def test_an_error_in_on_start_leaves_the_garbage_collector_on(settings: Settings
     assert gc.isenabled()
 
 
-class DelayedLog(loop._StepLog):
+class DelayedLog(StepLog):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.is_delayed = True

@@ -42,7 +42,7 @@ from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext, init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 from torchstone.training.step import StepResult
 
 CPU = torch.device("cpu")

@@ -51,7 +51,7 @@ from torchstone.models.generate import generate
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training import defaults
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 from torchstone.training.step import validation_loss
 
 Settings = Callable[..., dict[str, Any]]

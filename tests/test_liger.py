@@ -276,9 +276,9 @@ class TestChoice:
 
 
 class TestNative:
-    def test_without_kernels_a_decoder_is_unchanged(self, folder_of: FolderOf, not_installed: None) -> None:
+    def test_without_kernels_a_decoder_is_unchanged(self, folder_of: FolderOf) -> None:
         model = load_model(folder_of(LLAMA), CPU, execution=ExecutionOptions(liger=("auto",)))
-        assert "liger: none (the package liger-kernel is not installed)" in model.notes
+        assert "liger: none (its kernels run on CUDA devices, not on cpu)" in model.notes
         assert set(kernels_in(model.module)) == {None}
         model = load_model(folder_of(LLAMA), CPU)
         assert not [note for note in model.notes if note.startswith("liger")]
@@ -386,10 +386,10 @@ class TestFallback:
     def load(self, folder: Path, *kernels: str) -> Any:
         return load_model(folder, CPU, execution=ExecutionOptions(implementation="fallback", liger=kernels))
 
-    @pytest.mark.usefixtures("not_installed")
-    def test_without_the_package_auto_chooses_nothing_and_a_name_is_refused(self, folder_of: FolderOf) -> None:
-        assert self.load(folder_of(PHI3), "auto").notes[-1] == "liger: none (the package liger-kernel is not installed)"
-        with pytest.raises(UsageError, match="not installed") as caught:
+    def test_on_a_cpu_auto_chooses_nothing_and_a_name_is_refused(self, folder_of: FolderOf) -> None:
+        note = "liger: none (its kernels run on CUDA devices, not on cpu)"
+        assert self.load(folder_of(PHI3), "auto").notes[-1] == note
+        with pytest.raises(UsageError, match="not on cpu") as caught:
             self.load(folder_of(PHI3), "norm")
         assert caught.value.exit_code == 2
 

@@ -31,7 +31,7 @@ from torchstone.models.families import FAMILIES
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
 from torchstone.observe.metrics import read_metrics
-from torchstone.training.loop import Run
+from torchstone.training.run import Run
 from torchstone.training.setup import build_run
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from torchstone.models.families import FAMILIES, new_hf_config
 from torchstone.observe.kernel_times import KINDS, kernel_kind, kernel_table, read_trace
 from torchstone.observe.metrics import read_metrics
 from torchstone.observe.mfu import flops_per_token, matmul_parameters, peak_flops
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -100,11 +100,11 @@ def test_the_kind_of_a_kernel(kind: str) -> None:
     assert {name: kernel_kind(name) for name in KERNELS[kind]} == dict.fromkeys(KERNELS[kind], kind)
 
 
-def write_trace(path: Path, events: list[tuple[str, str, float, float]]) -> Path:
-    """A Chrome trace of (category, name, start, duration)."""
-    keys = ("cat", "name", "ts", "dur")
+def write_trace(path: Path, events: list[tuple[Any, ...]]) -> Path:
+    """A Chrome trace of (category, name, start, duration) or (..., arguments)."""
+    keys = ("cat", "name", "ts", "dur", "args")
     with gzip.open(path, "wt") as file:
-        json.dump({"traceEvents": [{"ph": "X", "tid": 1} | dict(zip(keys, e, strict=True)) for e in events]}, file)
+        json.dump({"traceEvents": [{"ph": "X", "tid": 1} | dict(zip(keys, e, strict=False)) for e in events]}, file)
     return path
 
 
@@ -130,8 +130,29 @@ class TestKernelTimes:
             ("cpu_op", "aten::mul", 200, 50), ("python_function", "step", 0, 1000),
         ])  # fmt: skip
         times = read_trace(trace)
-        assert times.by_name == {"aten::linear": 20, "aten::addmm": 50, "aten::copy_": 30, "aten::mul": 50}
+        assert {kernel.name: time for kernel, time in times.times.items()} == {
+            "aten::linear": 20, "aten::addmm": 50, "aten::copy_": 30, "aten::mul": 50
+        }  # fmt: skip
         assert times.busy == 150
+
+    def test_what_the_optimizer_starts_is_the_optimizers(self, tmp_path: Path) -> None:
+        on_cpu = write_trace(tmp_path / "cpu.json.gz", [
+            ("user_annotation", "optimizer", 100, 100), ("cpu_op", "aten::addmm", 10, 20),
+            ("cpu_op", "aten::addmm", 110, 30), ("cpu_op", "c10d::allreduce_", 150, 5),
+        ])  # fmt: skip
+        assert read_trace(on_cpu).by_kind() | {"other": 0} == dict.fromkeys(KINDS, 0) | {
+            "matmul": 20, "optimizer": 30, "communication": 5
+        }  # fmt: skip
+        # Kernels run later than they are launched.
+        on_gpu = write_trace(tmp_path / "gpu.json.gz", [
+            ("user_annotation", "optimizer", 100, 100),
+            ("cuda_runtime", "cudaLaunchKernel", 20, 5, {"correlation": 7}),
+            ("cuda_driver", "cuLaunchKernelEx", 120, 5, {"correlation": 8}),
+            ("kernel", "nvjet_sm90_tst", 130, 40, {"correlation": 7}),
+            ("kernel", "nvjet_sm90_tst", 400, 60, {"correlation": 8}),
+        ])  # fmt: skip
+        kinds = read_trace(on_gpu).by_kind()
+        assert (kinds["matmul"], kinds["optimizer"]) == (40, 60)
 
 
 class TestProfileOfARun:
@@ -153,8 +174,18 @@ class TestProfileOfARun:
         assert table.splitlines()[1] in (folder / "logs/rank-0.log").read_text(), "the console shows it"
 
     def test_a_range_and_a_run_that_ends_within_it(self, settings: Settings) -> None:
-        _, folder = self.train(settings(observe__profile="1-9", training__max_steps=2))
+        _, folder = self.train(settings(observe__profile="1-9", training__max_steps=2, data__validation_split=0.2))
         assert sorted(path.name for path in (folder / "profile").iterdir()) == ["steps-1-2.json.gz", "steps-1-2.txt"]
+        log = (folder / "logs/rank-0.log").read_text()
+        assert re.search(
+            r"profile of steps 1 to 2: [\d.]+ ms a step, with 1 validation, with 1 save$", log, re.MULTILINE
+        )
+        assert "WARNING | steps 3 to 9 were not profiled: the run ended before" in log
+
+    def test_matrix_products_of_muon_are_the_optimizers(self, settings: Settings) -> None:
+        _, folder = self.train(settings(observe__profile="2-3", optim__name="muon"))
+        times = read_trace(folder / "profile/steps-2-3.json.gz").times
+        assert any(kernel.kind == "optimizer" and "addmm" in kernel.name for kernel in times)
 
     def test_a_run_that_ends_before_says_so(self, settings: Settings) -> None:
         _, folder = self.train(settings(observe__profile="3", training__max_steps=2))
@@ -183,6 +214,7 @@ class TestProfileOfARun:
     def test_the_flag_is_the_config_key(self, settings: Settings, run_main: Command) -> None:
         code, out, _ = run_main(cli.main, "torchstone", "train", "--debug", "--profile", "10-12", "--print-config")
         assert (code, json.loads(out)["observe"]["profile"]) == (0, "10-12")
+        assert load_config(overrides=settings(observe__profile=3)).observe.profile == "3"
         for text in ("0", "12-10", "3:5", "all"):
             with pytest.raises(UsageError, match=re.escape(f"observe.profile '{text}' is neither")):
                 api.train(overrides=settings(observe__profile=text))

@@ -110,13 +110,13 @@ class TestMemory:
         values |= {"system.device": "cpu", "output_dir": tmp_path / "run"}
         code, _, err = torchstone("train", *flags(values))
         assert code == 4
-        assert f"{parameters / 1e9:.2f}B parameters need at least {16 * parameters / 1e9:,.1f} GB per process" in err
+        assert f"{parameters / 1e9:.2f}B parameters need at least {16 * parameters / 2**30:,.1f} GiB per process" in err
         code, _, err = torchstone("train", *flags(values), "--training.precision", "bf16-pure")
-        assert f"need at least {8 * parameters / 1e9:,.1f} GB" in err
+        assert f"need at least {8 * parameters / 2**30:,.1f} GiB" in err
         for args in (("generate", folder, "a"), ("chat", folder), ("evaluate", folder, "--data", text_file)):
             code, _, err = torchstone(*args, "--device", "cpu")
             assert code == 4
-            assert f"need at least {4 * parameters / 1e9:,.1f} GB" in err
+            assert f"need at least {4 * parameters / 2**30:,.1f} GiB" in err
             assert "--training" not in err, "these commands have no such flag"
 
     def test_ranks_need_the_memory_of_their_shards(self, settings: Settings) -> None:
@@ -128,8 +128,8 @@ def needed_memory(overrides: dict[str, Any]) -> None:
     """16 bytes per parameter in fp32: the weights, the gradients and two moments."""
     with pytest.raises(OutOfMemoryError) as error:
         api.train(overrides=overrides | {"parallel.dp_shard": 2})
-    billions, gigabytes = re.findall(r"(\S+)B parameters need at least (\S+) GB", error.value.message)[0]
-    assert float(gigabytes.replace(",", "")) == pytest.approx(16 * float(billions) / 2, rel=1e-3)
+    billions, gib = re.findall(r"(\S+)B parameters need at least (\S+) GiB", error.value.message)[0]
+    assert float(gib.replace(",", "")) == pytest.approx(16 * float(billions) * 1e9 / 2**30 / 2, rel=1e-3)
 
 
 def make_sparse_llama(folder: Path, tokenizer: Tokenizer, layers: int, width: int) -> int:

@@ -30,6 +30,7 @@ LAYERS = [
     {"cli", "__main__", "scripts", "demo.__main__"},
 ]
 PRIVATE_TORCH_NAMES = {
+    ("torch._assert_async", "loss/chunked.py"),
     ("torch._dynamo.config.recompile_limit", "models/execution.py"),
     ("torch._dynamo.config.specialize_float", "models/attention.py"),
     ("torch._dynamo.maybe_mark_dynamic", "models/attention.py"),

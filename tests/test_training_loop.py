@@ -30,7 +30,7 @@ from torchstone.config.schema import Config, DataConfig, ModelConfig, TrainingCo
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import DataError, NumericalError, OutOfMemoryError, StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
-from torchstone.training.loop import Callback, Run, TrainResult
+from torchstone.training.run import Callback, Run, TrainResult
 from torchstone.training.stop import handle_stop_signals
 
 Settings = Callable[..., dict[str, Any]]
@@ -721,3 +721,21 @@ class TestPrecision:
         _, lines, _ = train(settings(training__precision="bf16-pure"), CheckDtypes())
         exact = train(settings(output_dir=settings()["output_dir"] + "-fp32"))[1]
         assert [x["loss"] for x in lines] == pytest.approx([x["loss"] for x in exact], rel=0.02)
+
+
+def test_a_callback_with_a_hook_that_is_never_called_is_an_error(settings: Settings) -> None:
+    with pytest.raises(TypeError, match="Misspelled.on_step_end would never be called: the hooks are on_start, "):
+        type("Misspelled", (Callback,), {"on_step_end": lambda self: None})
+    with pytest.raises(UsageError, match="callbacks has <class"):
+        api.train(overrides=settings(), callbacks=[Callback])
+
+
+def test_the_reason_of_a_callback_is_shown(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stop(Callback):
+        def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+            if metrics["step"] == 2:
+                run.stop("enough")
+
+    result = api.train(overrides=settings(observe__console="lines"), callbacks=[Stop()])
+    assert (result.step, result.stopped) == (2, "enough")
+    assert "stopped after step 2: enough" in capsys.readouterr().err

@@ -24,9 +24,11 @@ import torch.distributed as dist
 from torchstone import heartbeat, hub
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import CHECKPOINTS, is_model_folder, read_state, resolve_model_folder
+from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.checkpoint.model_folder import (
     NotNativeError,
     check_model_folder,
+    check_new_model,
     load_model,
     read_model_config,
     stored_parameter_count,
@@ -53,20 +55,11 @@ from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
 from torchstone.diagnose import collectives
 from torchstone.errors import TorchstoneError, UsageError
-from torchstone.models.attention import BackendChoice
-from torchstone.models.execution import (
-    AS_REQUESTED,
-    Choice,
-    ExecutionOptions,
-    LossChoice,
-    check_fallback_execution,
-    choose_attention,
-    choose_compile,
-    choose_loss,
-    choose_recompute,
-)
+from torchstone.models.choice import AS_REQUESTED
+from torchstone.models.execution import ExecutionOptions, check_fallback_execution
+from torchstone.models.families import family_of
 from torchstone.models.model import Model
-from torchstone.models.sizing import build_sized_decoder_config
+from torchstone.models.sizing import build_sized_decoder_config, build_sized_hf_config, parameter_count
 from torchstone.observe.console import Console
 from torchstone.optim.schedule import resolve_warmup_steps
 from torchstone.parallel.build import stage_layer_ranges
@@ -81,7 +74,7 @@ from torchstone.parallel.mesh import (
 )
 from torchstone.training import run_folder
 from torchstone.training.checks import check_memory, translate_out_of_memory
-from torchstone.training.defaults import choose_precision, execution_options
+from torchstone.training.defaults import check_compile, choose_precision, execution_options, with_precision
 from torchstone.training.evaluate import AnswerOptions, evaluate_file
 from torchstone.training.generation import (
     DEFAULT_TEMPERATURE,
@@ -92,12 +85,14 @@ from torchstone.training.generation import (
     generate_text,
 )
 from torchstone.training.hub_commits import check_same_commits, pin_hub_names
-from torchstone.training.loop import Callback, Run, TrainResult, train_loop
+from torchstone.training.loop import train_loop
 from torchstone.training.profile import StepProfiler
+from torchstone.training.run import Callback, Run, TrainResult
 from torchstone.training.schedule import Interval, describe_saving
 from torchstone.training.setup import (
     build_run,
     check_row_length,
+    check_state_memory,
     check_vocabulary,
     open_data,
     select_device,
@@ -107,6 +102,13 @@ from torchstone.training.stop import handle_stop_signals
 
 # Default maximum row length for evaluation; a model with fewer positions lowers it.
 EVALUATION_LENGTH = 1024
+PRECISION_TEXTS = {
+    "fp32": "fp32",
+    "bf16": "fp32, computed in bf16",
+    "bf16-pure": "bf16",
+    "fp8": "fp32, computed in FP8 and bf16",
+    "fp8-pure": "bf16, computed in FP8 and bf16",
+}
 # For commands that do not train.
 MEMORY_HINT = "use a smaller model, or a device with more memory (--device cuda)"
 
@@ -123,6 +125,9 @@ def train(
 
 
 def train_with_config(config: Config, callbacks: Sequence[Callback] = ()) -> TrainResult:
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(f"callbacks has {callback!r}", "pass instances of torchstone.Callback, such as [Mine()]")
     with handle_stop_signals(), translate_comm_errors():
         if not heartbeat.has_launcher():
             heartbeat.report_phase("downloading from the hub")
@@ -149,7 +154,9 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         with translate_out_of_memory("the model", device):
             run = build_run(config, console, device, ctx)
         if ctx.is_main and run.progress.step > 0:
-            run_folder.warn_about_changes(config, console)
+            assert run.checkpoint is not None
+            old = read_state(run.checkpoint).get("resolved", {})
+            run_folder.warn_about_changes(config, old, run.checkpoint_info["resolved"], console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
             reason = stopped or f"to continue it, set a later end: {_later_end(config.training, step)}"
@@ -176,6 +183,7 @@ def destroy_process_group() -> None:
 def check_parallel_dims(config: Config, world_size: int) -> None:
     """Raises UsageError if the parallel sizes do not fit the number of processes or the model."""
     dims = resolve_dims(config.parallel, world_size)
+    check_compile(config, dims)
     if config.model.path is None:
         # Neither vocabulary nor context length matters for this check.
         decoder_config = build_sized_decoder_config(config.model, vocab_size=8, context_length=8)
@@ -192,32 +200,46 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
     stage_layer_ranges(decoder_config, dims, config.parallel)
 
 
-def describe_defaults(config: Config) -> str:
-    """What the settings that are `auto` mean on this machine, in a new run that is not short."""
-    model, later = config.model, "what auto means is decided when the run starts"
-    if model.path is not None and not is_model_folder(Path(model.path)):
-        return f"{later}: {model.path} is not a model folder here"
+def describe_defaults(config: Config, world_size: int = 1) -> str:
+    """What the settings that are `auto` mean here for this run, if it is not short, or why it would be refused."""
+    later = "what auto means is decided when the run starts"
+    checkpoint = _resumed_checkpoint(config)
+    path = checkpoint or (None if config.model.path is None else Path(config.model.path))
+    if path is not None and not is_model_folder(path):
+        return f"{later}: {path} is not a model folder here"
     try:
         device = select_device(config.system)
-        if model.path is None:
-            decoder_config = build_sized_decoder_config(model, vocab_size=8, context_length=8)
-        else:
-            _, _, decoder_config = read_model_config(Path(model.path))
     except TorchstoneError as error:
         return f"{later}: {error.message}"
-    precision = choose_precision(config, device, SINGLE_PROCESS, {})
-    execution = replace(execution_options(config, SINGLE_PROCESS, device), tp=config.parallel.tp, pp=config.parallel.pp)
-    dtype, compile_ = COMPUTE_DTYPE[precision.value], choose_compile(execution, device)
-    choices: dict[str, Choice | BackendChoice | LossChoice] = {
-        "training.precision": precision,
-        "model.attention": choose_attention(decoder_config, execution, device, dtype),
-        "model.compile": compile_,
-        "model.recompute": choose_recompute(execution, compile_.value),
-        "model.fused": Choice("none", "no gain measured" if "auto" in model.fused else AS_REQUESTED),
-        "model.loss": choose_loss(decoder_config, execution, device, dtype),
-    }
-    texts = [f"{key} {choice}" for key, choice in choices.items() if choice.reason != AS_REQUESTED]
+    try:
+        ctx = replace(SINGLE_PROCESS, dims=resolve_dims(config.parallel, world_size))
+        state = {} if checkpoint is None else read_state(checkpoint)
+        precision = choose_precision(config, device, ctx, state.get("identity", {}))
+        execution = execution_options(with_precision(config, precision), ctx, device)
+        dtype = COMPUTE_DTYPE[precision.value]
+        if path is None:
+            hf_config = build_sized_hf_config(config.model, vocab_size=8, context_length=8)
+            choices = check_new_model(hf_config, device, dtype, execution)
+            parameters = parameter_count(family_of(hf_config).decoder_config(hf_config))
+        else:
+            choices = check_model_folder(path, device, dtype, execution)
+            parameters = stored_parameter_count(path)
+        check_state_memory(with_precision(config, precision), parameters, device, ctx)
+    except TorchstoneError as error:
+        return f"on {device} this run would be refused: {error}"
+    choices = {"training.precision": precision} | choices
+    texts = [f"{key} {choice}" for key, choice in choices.items() if not choice.reason.startswith(AS_REQUESTED)]
     return f"auto on {device}: {'; '.join(texts)}"
+
+
+def _resumed_checkpoint(config: Config) -> Path | None:
+    """The newest checkpoint of the run, or the one that checkpoint.resume names; not verified."""
+    resume, checkpoints = config.checkpoint.resume, list_checkpoints(Path(config.output_dir) / CHECKPOINTS)
+    if resume == "never":
+        return None
+    if checkpoints:
+        return checkpoints[-1][1]
+    return None if resume == "auto" else Path(resume)
 
 
 def download_with_config(config: Config, weights: bool = False) -> Config:
@@ -600,7 +622,7 @@ def _describe_run(run: Run) -> list[str]:
     return [
         f"{'endless steps' if steps is None else _count(steps, 'step')}{epochs} of {sizes.global_batch_size} samples, "
         f"micro-batches of {micro_batch}, on {run.device}{processes}; "
-        f"all {run.model.parameter_count / 1e6:.2f}M parameters in {run.config.training.precision}; "
+        f"all {run.model.parameter_count / 1e6:.2f}M parameters in {PRECISION_TEXTS[run.config.training.precision]}; "
         f"{len(run.data.train)} samples to train on, {validation}; "
         f"{_optimizer_text(optim)} with learning rate {optim.learning_rate:g} ({optim.schedule}, "
         f"{_count(warmup_steps, 'step')} of warm-up), weight decay {optim.weight_decay:g}",

@@ -243,7 +243,9 @@ class Commands:
             _print_json(to_dict(resolved))
             from torchstone import api
 
-            heartbeat.print_line(api.describe_defaults(resolved))
+            plan = plan_launch(options, resolved.system, dict(os.environ), max_restarts)
+            world_size = None if plan is None else plan.world_size
+            heartbeat.print_line(api.describe_defaults(resolved, world_size or 1))
             return
         plan = plan_launch(options, resolved.system, os.environ, max_restarts)
         if plan is not None:

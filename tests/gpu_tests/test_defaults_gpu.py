@@ -15,7 +15,7 @@ from tiny import flags
 from tiny_families import make_model
 from torchstone import api
 from torchstone.errors import OutOfMemoryError
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -27,7 +27,7 @@ def test_the_start_line_says_what_was_chosen(torchstone: Command, settings: Sett
     code, _, err = torchstone("train", *flags(values))
     assert code == 0, err
     assert "precision: bf16 (fp32 master weights); attention: " in err
-    assert "; loss: chunked, 2048 tokens at a time (on a GPU); " in err
+    assert "; loss: chunked (on a GPU, 2048 tokens at a time); " in err
     assert "; compile: none (the run is too short: " in err
     code, _, err = torchstone("train", *flags(values), "--print-config")
     assert err.startswith("auto on cuda:0: training.precision bf16 (fp32 master weights); ")

@@ -37,7 +37,7 @@ from torchstone.config import load_config
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.fsdp import mixed_precision_policy
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
 CUDA = torch.device("cuda")

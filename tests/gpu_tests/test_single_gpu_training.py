@@ -15,7 +15,7 @@ from tiny import write_rows
 from torchstone import api
 from torchstone.config import load_config
 from torchstone.observe.metrics import read_metrics
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
 

@@ -15,7 +15,7 @@ from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.config import load_config
 from torchstone.errors import NumericalError
 from torchstone.testing import launch_procs
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 NAME = "layers.1.mlp.down.weight"
 

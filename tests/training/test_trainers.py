@@ -38,7 +38,7 @@ from torchstone.errors import StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.local_shards import local_shards
 from torchstone.testing import launch_procs
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 STEPS, SAMPLES = 6, 5
 VALIDATION_LIMIT = 1e-6

@@ -151,14 +151,15 @@ def _check_state(folder: Path, files: ShardedFiles, name: str, keys: set[str], e
     is_complete = keys == {*expected.scalars, *expected.moments}
     if is_complete and all(files.shape(f"{name}/{key}") == () for key in expected.scalars):
         return
-    other, hint = ADAMW_STATE if expected is MUON_STATE else MUON_STATE, None
+    other = ADAMW_STATE if expected is MUON_STATE else MUON_STATE
     if keys == {*other.scalars, *other.moments}:
-        hint = (
-            f"the run used --optim.name {other.name.lower()}: keep it, or start a new run from its weights: "
-            f"--model.path {folder} --output-dir NEW"
+        raise CheckpointError(
+            f"{folder}: the run used optim.name {other.name.lower()}, not {expected.name.lower()}",
+            f"add --optim.name {other.name.lower()}, or start a new run from its weights: --model.path {folder} "
+            "--output-dir NEW",
         )
     keys_text = ", ".join((*expected.scalars, *expected.moments))
-    raise CheckpointError(f"{folder}: the state of {name} is not {expected.name}'s: {keys_text}", hint)
+    raise CheckpointError(f"{folder}: the optimizer state of {name} does not have {expected.name}'s {keys_text}")
 
 
 def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Callable[[str], None]) -> None:

@@ -23,6 +23,7 @@ from torchstone.checkpoint.transformers_folder import check_fallback_folder, loa
 from torchstone.checkpoint.weight_files import WeightFiles, weight_file_paths
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.errors import CheckpointError, UsageError, is_out_of_memory
+from torchstone.models.choice import Choice
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder, DecoderConfig
 from torchstone.models.execution import (
     DEFAULT_EXECUTION,
@@ -31,6 +32,9 @@ from torchstone.models.execution import (
     check_fallback_execution,
     choose_attention,
     choose_compile,
+    choose_fused,
+    choose_loss,
+    choose_recompute,
 )
 from torchstone.models.fallback.probing import PACKING_METHODS
 from torchstone.models.families import FAMILIES, Family, dropout_warning, family_of
@@ -100,7 +104,7 @@ def load_model(
         model.apply_execution(execution)
         return model
     module = load_fallback(folder, execution.attention, device, builder.dtype, execution.trust_remote_code)
-    notes = [f"runs in the Transformers fallback ({reason})", f"attention: {module.hf.config._attn_implementation}"]
+    notes = [f"runs in the Transformers fallback ({reason})"]
     if module.packing_method is not None:
         notes.append(f"packed documents are separated by {PACKING_METHODS[module.packing_method]} (tested at load)")
     hf_config, warnings, old_size = read_hf_config(folder), module.warnings, module.vocab_size
@@ -108,7 +112,7 @@ def load_model(
         module.resize_embeddings(padded_vocab_size(tokenizer_size))
         hf_config["vocab_size"] = module.vocab_size
         warnings.append(resize_warning(tokenizer_size, old_size, module.vocab_size))
-    model = FallbackModel(module, hf_config, module.generation_config, notes, warnings)
+    model = FallbackModel(module, hf_config, module.generation_config, notes=notes, warnings=warnings)
     # Also discards a damaged generation_config.json.
     model.warnings += model.align_special_tokens({})
     model.apply_execution(execution)
@@ -143,26 +147,29 @@ def stored_parameter_count(folder: Path) -> int:
 
 def check_model_folder(
     folder: Path, device: torch.device, dtype: torch.dtype, execution: ExecutionOptions = DEFAULT_EXECUTION
-) -> None:
-    """Raises unless the folder has a complete model that can run as requested. Reads no weights."""
+) -> dict[str, Choice]:
+    """Raises unless the folder has a complete model that can run as requested. Reads no weights.
+
+    Returns what the settings of the native decoder that may be `auto` are; nothing for the fallback.
+    """
     if fallback_reason(folder, execution) is not None:
         check_fallback_folder(folder, execution.trust_remote_code)
         check_fallback_execution(execution)
-    else:
-        hf_config, _, config = read_model_config(folder)
-        open_weights(folder, hf_config["model_type"], config)
-        _check_native_execution(config, device, dtype, execution)
+        return {}
+    hf_config, _, config = read_model_config(folder)
+    open_weights(folder, hf_config["model_type"], config)
+    return _check_native_execution(config, device, dtype, execution)
 
 
 def check_new_model(
     hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
-) -> None:
+) -> dict[str, Choice]:
     """The same checks for a new model."""
     try:
         config = FAMILIES[hf_config["model_type"]].decoder_config(hf_config)
     except ValueError as error:
         raise UsageError(f"the sizes of the new model do not fit together: {error}") from None
-    _check_native_execution(config, device, dtype, execution)
+    return _check_native_execution(config, device, dtype, execution)
 
 
 def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles:
@@ -228,7 +235,7 @@ def _load_native(
         source, new_size = ResizedEmbeddings(source, config.vocab_size), padded_vocab_size(tokenizer_size)
         warnings.append(resize_warning(tokenizer_size, config.vocab_size, new_size))
         config, hf_config["vocab_size"] = replace(config, vocab_size=new_size), new_size
-    decoders = builder.build_decoders(config, choice.backend, execution.fused, execution.fp8)
+    decoders = builder.build_decoders(config, choice.value, execution.fused, execution.fp8)
     fill_parameters(decoders, source)
     if isinstance(files, WeightFiles):
         _check_head_copies(files, decoders)
@@ -239,7 +246,8 @@ def _load_native(
         decoders[0],
         hf_config,
         generation_config.read_bytes() if generation_config.is_file() else None,
-        notes=[f"attention: {choice}", *builder.notes],
+        {"model.attention": choice},
+        list(builder.notes),
         warnings=warnings + _misspelled_keys(hf_config),
         family=family,
         decoders=decoders,
@@ -257,14 +265,20 @@ def _check_head_copies(files: WeightFiles, decoders: Sequence[Decoder]) -> None:
 
 def _check_native_execution(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
-) -> None:
-    choose_attention(config, execution, device, dtype)
-    compile_ = choose_compile(execution, device).value
-    choose_liger(execution.liger, config, compile_, device, execution.tp, execution.loss)
-    if compile_ != "none":
+) -> dict[str, Choice]:
+    attention, compile_ = choose_attention(config, execution, device, dtype), choose_compile(execution, device)
+    choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
+    if compile_.value != "none":
         check_compiler(device)
     if execution.fp8 is not None:
         check_fp8(execution.fp8, device)
+    return {
+        "model.attention": attention,
+        "model.loss": choose_loss(config, execution, device, dtype)[0],
+        "model.recompute": choose_recompute(execution, compile_.value),
+        "model.compile": compile_,
+        "model.fused": choose_fused(execution),
+    }
 
 
 def _remote_code_class(hf_config: dict[str, Any]) -> str | None:

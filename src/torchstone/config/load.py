@@ -31,6 +31,7 @@ from torchstone.config.schema import (
     PathText,
     Purpose,
     Range,
+    StepsText,
     validate,
 )
 from torchstone.errors import UsageError
@@ -258,7 +259,7 @@ def explain_name(name: str, value: Any = None, given: Collection[str] = ()) -> s
     explanation = next((EXPLANATIONS[known] for known in names if known in EXPLANATIONS), None)
     if explanation is not None:
         return f"leave it out: {explanation}" if is_off else explanation
-    key, _, values = (_key_with_leaf(leaf) or OTHER_NAMES.get(leaf, "")).partition(" ")
+    key, _, values = (OTHER_NAMES.get(name) or _key_with_leaf(leaf) or OTHER_NAMES.get(leaf, "")).partition(" ")
     if key in ("", name):
         return None
     if key in given:
@@ -343,7 +344,7 @@ def _suggest(key: str, value: Any) -> str:
     sections = {name.split(".")[0] for name in field_types() if "." in name}
     section, _, leaf = key.partition(".")
     same_leaf = _key_with_leaf(leaf or section)
-    if same_leaf is not None and (leaf or section) not in EXPLANATIONS:
+    if same_leaf is not None and key not in OTHER_NAMES and (leaf or section) not in EXPLANATIONS:
         return f"did you mean {same_leaf!r}?"
     explanation = explain_name(key, value)
     if explanation is not None:
@@ -392,6 +393,8 @@ def _build(settings: dict[str, Setting]) -> Config:
 def _convert(value: Any, annotation: Any, key: str) -> Any:
     """Converts `value`, from a file or a command line, to the type of the field; raises UsageError if it cannot."""
     origin = get_origin(annotation)
+    if annotation == StepsText and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     if annotation == PathText:
         if not (name := _convert_plain(value, str, key)).strip():
             raise UsageError(f"{key} is empty", EMPTY_HINT)
@@ -410,9 +413,10 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
     if origin is Literal:
         choices = [str(choice) for choice in get_args(annotation)]
         if str(value) not in choices:
-            raise UsageError(
-                f"{key} cannot be {value!r}", f"{_did_you_mean(str(value), choices)}use one of {', '.join(choices)}"
-            )
+            # In the words of YAML and JSON: true, null.
+            text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+            similar = _did_you_mean("none" if value in (False, None) else str(value), choices)
+            raise UsageError(f"{key} cannot be {text}", f"{similar}use one of {', '.join(choices)}")
         return str(value)
     if origin is tuple:
         return _convert_tuple(value, annotation, key)

@@ -1,4 +1,5 @@
-"""The names that other trainers (TRL, axolotl, LLaMA-Factory, nanoGPT, Transformers) use for our settings.
+"""The names that other trainers (TRL, axolotl, LLaMA-Factory, nanoGPT, torchtitan,
+Transformers) use for our settings.
 
 They are not accepted as keys, because their values may mean something else there. An error that names one of them says
 what it is called here.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 # Our key, and a value where the other name stands for one: `full|none` is full if it is on and none if it is off.
 OTHER_NAMES = {
+    "activation_checkpoint.mode": "model.recompute",
     "activation_checkpointing": "model.recompute full|none",
     "adam_beta1": "optim.betas 0.9,0.95",
     "adam_beta2": "optim.betas 0.9,0.95",
@@ -19,9 +21,13 @@ OTHER_NAMES = {
     "beta2": "optim.betas 0.9,0.95",
     "bf16": "training.precision bf16|fp32",
     "block_size": "data.context_length",
+    "checkpoint.interval": "checkpoint.every_steps",
+    "compile.enable": "model.compile block|none",
     "completion_only_loss": "data.train_on assistant|all",
     "cutoff_len": "data.context_length",
     "data": "data.path",
+    "data_parallel_replicate_degree": "parallel.dp_replicate",
+    "data_parallel_shard_degree": "parallel.dp_shard",
     "data_dir": "data.path",
     "data_files": "data.path",
     "dataloader_num_workers": "data.num_workers",
@@ -34,6 +40,8 @@ OTHER_NAMES = {
     "dtype": "training.precision",
     "enable_activation_checkpointing": "model.recompute full|none",
     "epochs": "training.max_epochs",
+    "dump_folder": "output_dir",
+    "enable_profiling": "observe.profile 3",
     "eval_dataset": "data.validation_path",
     "eval_every": "training.validate_every_steps",
     "eval_interval": "training.validate_every_steps",
@@ -50,6 +58,8 @@ OTHER_NAMES = {
     "gradient_clipping": "optim.max_grad_norm",
     "learning_rate_scheduler": "optim.schedule",
     "load_best_model_at_end": "checkpoint.save_best true|false",
+    "local_batch_size": "training.batch_size",
+    "log_freq": "observe.log_every_steps",
     "log_every": "observe.log_every_steps",
     "log_interval": "observe.log_every_steps",
     "logging_steps": "observe.log_every_steps",
@@ -92,6 +102,7 @@ OTHER_NAMES = {
     "per_device_eval_batch_size": "training.batch_size",
     "per_device_train_batch_size": "training.batch_size",
     "pipeline_model_parallel_size": "parallel.pp",
+    "pipeline_parallel_degree": "parallel.pp",
     "pipeline_parallel_size": "parallel.pp",
     "preprocessing_num_workers": "data.prepare_workers",
     "pretrained_model_name_or_path": "model.path",
@@ -109,6 +120,7 @@ OTHER_NAMES = {
     "steps": "training.max_steps",
     "template": "data.chat_template",
     "tensor_model_parallel_size": "parallel.tp",
+    "tensor_parallel_degree": "parallel.tp",
     "tensor_parallel_size": "parallel.tp",
     "test_size": "data.validation_split",
     "tokenizer_name": "model.tokenizer",

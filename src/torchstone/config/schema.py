@@ -61,6 +61,8 @@ Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 1, exclude_max=True)]
 # A file or a folder, for some keys also a name on the hub: never empty, and ~ is the home folder.
 PathText = Annotated[str, "path"]
+# A number, or a range such as 10-12.
+StepsText = Annotated[str, "steps"]
 ZeroStage = Annotated[int, Range(1, 3)]
 ThreadCount = Annotated[int, Range(1, 1024)]
 WorkerCount = Annotated[int, Range(0, 256)]
@@ -373,7 +375,7 @@ class ObserveConfig:
     peak_tflops: PositiveFloat | None = None
     """Dense TFLOP/s of one GPU in the precision of the run, for MFU; by default known from the GPU's name."""
 
-    profile: str | None = None
+    profile: StepsText | None = None
     """Steps to profile: n steps after the first two, or first-last; a trace and a table go to profile/."""
 
 
@@ -718,7 +720,7 @@ RULES = [
         "observe.profile",
         lambda c: c.observe.profile is not None and parse_steps(c.observe.profile) is None,
         "observe.profile {c.observe.profile!r} is neither a number of steps nor a range",
-        "use --observe.profile 3, or 10-12 for steps 10 to 12",
+        "use --profile 3, or --profile 10-12 for steps 10 to 12",
     ),
     Rule(
         "optim.decay_steps",

@@ -94,7 +94,8 @@ def chunked_loss_sum(
 
 def _select_loss_tokens(hidden_ND: Tensor, labels_N: Tensor, loss_tokens: int | None) -> tuple[Tensor, Tensor]:
     has_label_N = labels_N != IGNORE_INDEX
-    assert loss_tokens is None or labels_N.is_cuda or loss_tokens == int(has_label_N.sum())
+    if loss_tokens is not None:
+        torch._assert_async(has_label_N.sum() == loss_tokens, "loss_tokens is not the number of labels")
     if loss_tokens is None or loss_tokens > len(labels_N) * (1 - MIN_IGNORED_SHARE):
         return hidden_ND, labels_N
     indices = torch.nonzero_static(has_label_N, size=loss_tokens).flatten()

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchstone.errors import UsageError
+from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.flash_attention_4 import flash_attention
 
 AttentionBackend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3", "fa4"]
@@ -180,18 +181,10 @@ def load_kernel(backend: AttentionBackend) -> Kernel | None:
     return _flex_kernel() if backend == "flex" else None
 
 
-class BackendChoice(NamedTuple):
-    backend: AttentionBackend
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.backend} ({self.reason})"
-
-
 def choose_backend(
     requested: str, packed: bool, window: int | None, softcap: float | None, head_dim: int,
     device: torch.device, dtype: torch.dtype,
-) -> BackendChoice:  # fmt: skip
+) -> Choice:  # fmt: skip
     """Returns the backend for a model on a device, and the reason; raises if a requested backend cannot run."""
     unsupported_reasons = {
         backend: _unsupported_reason(backend, softcap, head_dim, device, dtype) for backend in BACKENDS
@@ -199,21 +192,21 @@ def choose_backend(
     if requested != "auto":
         return _check_requested(requested, unsupported_reasons, softcap)
     if device.type == "cpu":
-        return BackendChoice("sdpa", "on a CPU") if softcap is None else BackendChoice("eager", "sdpa has no soft cap")
+        return Choice("sdpa", "on a CPU") if softcap is None else Choice("eager", "sdpa has no soft cap")
     if packed or window is not None or softcap is not None:
         reason = "packed documents" if packed else "sliding windows" if window else "a soft cap"
         for backend in ("fa4", "fa3", "flash-attn", "flash", "flex"):
             if unsupported_reasons[backend] is None:
-                return BackendChoice(backend, reason)
+                return Choice(backend, reason)
         if softcap is not None:
-            return BackendChoice("eager", f"sdpa has no soft cap; flex {unsupported_reasons['flex']}")
-        return BackendChoice("sdpa", f"{reason}; flash {unsupported_reasons['flash']}")
-    return BackendChoice("sdpa" if unsupported_reasons["fa4"] else "fa4", "one document per row")
+            return Choice("eager", f"sdpa has no soft cap; flex {unsupported_reasons['flex']}")
+        return Choice("sdpa", f"{reason}; flash {unsupported_reasons['flash']}")
+    return Choice("sdpa" if unsupported_reasons["fa4"] else "fa4", "one document per row")
 
 
 def _check_requested(
     requested: str, unsupported_reasons: dict[AttentionBackend, str | None], softcap: float | None
-) -> BackendChoice:
+) -> Choice:
     backend = next(name for name in unsupported_reasons if name == requested)
     if unsupported_reasons[backend] is not None:
         usable = [name for name, reason in unsupported_reasons.items() if reason is None]
@@ -221,8 +214,8 @@ def _check_requested(
             f"model.attention {requested} {unsupported_reasons[backend]}", f"available here: auto, {', '.join(usable)}"
         )
     if backend == "sdpa" and softcap is not None:
-        return BackendChoice("eager", "sdpa was requested, but it has no soft cap, which this model needs")
-    return BackendChoice(backend, "as requested")
+        return Choice("eager", "sdpa was requested, but it has no soft cap, which this model needs")
+    return Choice(backend, AS_REQUESTED)
 
 
 def _unsupported_reason(
@@ -231,10 +224,10 @@ def _unsupported_reason(
     """Why a backend cannot compute this attention here, as a sentence that starts with the verb; None if it can."""
     if backend in ("eager", "sdpa"):
         return None
-    if backend in BACKEND_MODULES and not _is_installed(BACKEND_MODULES[backend]):
-        return f"needs the package {BACKEND_PACKAGES[backend]}, which is not installed"
     if device.type != "cuda":
         return f"runs on CUDA devices, not on {device.type}"
+    if backend in BACKEND_MODULES and not _is_installed(BACKEND_MODULES[backend]):
+        return f"needs the package {BACKEND_PACKAGES[backend]}, which is not installed"
     if backend == "flex":
         # Its Triton kernels need blocks of at least 16.
         return None if head_dim >= 16 else f"needs a head_dim of at least 16, not {head_dim}"

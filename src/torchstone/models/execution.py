@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchstone.errors import UsageError
 from torchstone.loss.chunked import CPU_CHUNK_TOKENS, choose_chunk_tokens, chunked_loss_sum
-from torchstone.models.attention import BackendChoice, KVCache, choose_backend, mark_dynamic, specialize_floats
+from torchstone.models.attention import KVCache, choose_backend, mark_dynamic, specialize_floats
+from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.decoder import Block, Decoder, DecoderConfig, Fusion, LayerInputs
 from torchstone.models.fp8 import Fp8Options
 
@@ -74,19 +75,6 @@ class ExecutionOptions:
 DEFAULT_EXECUTION = ExecutionOptions()
 
 
-class Choice(NamedTuple):
-    """The value of a setting, and the reason."""
-
-    value: Any
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.value} ({self.reason})"
-
-
-AS_REQUESTED = "as requested"
-
-
 def choose_compile(execution: ExecutionOptions, device: torch.device) -> Choice:
     if execution.compile != "auto":
         return Choice(execution.compile, AS_REQUESTED)
@@ -112,9 +100,15 @@ def choose_recompute(execution: ExecutionOptions, compile: str) -> Choice:
     return Choice("elementwise", "almost free in compiled blocks")
 
 
+def choose_fused(execution: ExecutionOptions) -> Choice:
+    if execution.fused:
+        return Choice(",".join(execution.fused), AS_REQUESTED)
+    return Choice("none", "no gain")
+
+
 def choose_attention(
     config: DecoderConfig, execution: ExecutionOptions, device: torch.device, dtype: torch.dtype
-) -> BackendChoice:
+) -> Choice:
     return choose_backend(
         execution.attention,
         execution.packed,
@@ -126,17 +120,6 @@ def choose_attention(
     )
 
 
-class LossChoice(NamedTuple):
-    """The tokens of a chunk, or None for all logits at once, and the reason."""
-
-    chunk_tokens: int | None
-    reason: str
-
-    def __str__(self) -> str:
-        kind = "full" if self.chunk_tokens is None else f"chunked, {self.chunk_tokens} tokens at a time"
-        return f"{kind} ({self.reason})"
-
-
 def get_gpu_memory(device: torch.device) -> int | None:
     """In bytes; None on a CPU. Not what is free of it: a resumed run must compute the same chunks."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -144,26 +127,28 @@ def get_gpu_memory(device: torch.device) -> int | None:
 
 def choose_loss(
     config: DecoderConfig, execution: ExecutionOptions, device: torch.device, dtype: torch.dtype
-) -> LossChoice:
-    """Ranks that share a vocabulary must compute the same chunks, so they need the same `execution.gpu_memory`."""
+) -> tuple[Choice, int | None]:
+    """Also returns the tokens of a chunk; None: all logits at once.
+
+    Ranks that share a vocabulary must compute the same chunks, so they need the same `execution.gpu_memory`.
+    """
     gpu_memory = execution.gpu_memory or get_gpu_memory(device)
     reason = AS_REQUESTED if execution.loss != "auto" else f"on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
     if execution.loss == "full" or (execution.loss == "auto" and device.type != "cuda"):
-        return LossChoice(None, reason)
-    if gpu_memory is None:
-        return LossChoice(CPU_CHUNK_TOKENS, reason)
-    return LossChoice(choose_chunk_tokens(-(-config.vocab_size // execution.tp), dtype.itemsize, gpu_memory), reason)
+        return Choice("full", reason), None
+    chunk_tokens = CPU_CHUNK_TOKENS
+    if gpu_memory is not None:
+        chunk_tokens = choose_chunk_tokens(-(-config.vocab_size // execution.tp), dtype.itemsize, gpu_memory)
+    return Choice("chunked", f"{reason}, {chunk_tokens} tokens at a time"), chunk_tokens
 
 
-def apply_loss(decoder: Decoder, choice: LossChoice) -> None:
-    """Sets the decoder's `fused_loss` if the loss is chunked."""
-    if choice.chunk_tokens is not None:
-        decoder.fused_loss = partial(
-            chunked_loss_sum,
-            chunk_tokens=choice.chunk_tokens,
-            softcap=decoder.config.logit_softcap,
-            divisor=decoder.config.logit_divisor,
-        )
+def apply_chunked_loss(decoder: Decoder, chunk_tokens: int) -> None:
+    decoder.fused_loss = partial(
+        chunked_loss_sum,
+        chunk_tokens=chunk_tokens,
+        softcap=decoder.config.logit_softcap,
+        divisor=decoder.config.logit_divisor,
+    )
 
 
 def check_fallback_execution(execution: ExecutionOptions) -> None:
@@ -195,7 +180,7 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
     if unsupported:
         raise UsageError(
             f"{unsupported}: only for the native decoder, but this model runs in the Transformers fallback",
-            "leave it out; model.recompute full works",
+            "leave it out" + ("; model.recompute full works" if "model.recompute" in unsupported else ""),
         )
 
 

@@ -151,6 +151,8 @@ def _choose(requested: Sequence[str], unsupported_reasons: dict[str, str | None]
 
 
 def _unavailable(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"its kernels run on CUDA devices, not on {device.type}"
     for module, package in (("liger_kernel", "liger-kernel"), ("triton", "triton")):
         if find_spec(module) is None:
             return f"the package {package} is not installed"
@@ -159,7 +161,7 @@ def _unavailable(device: torch.device) -> str | None:
         installed = version("liger-kernel")
         if tuple(int(part) for part in installed.split(".")[:2]) < MIN_VERSION:
             return f"liger-kernel {installed} is too old: {'.'.join(map(str, MIN_VERSION))} or later is needed"
-    return None if device.type == "cuda" else f"its kernels run on CUDA devices, not on {device.type}"
+    return None
 
 
 def _unsupported_reason(kernel: str, config: DecoderConfig, compile: str) -> str | None:

@@ -1,8 +1,8 @@
 """A model to train: a module that maps ids to logits, and its Hugging Face configuration.
 
 `NativeModel` is the decoder of this package; `FallbackModel` wraps any other causal model of Transformers. Both have
-the same interface. What a user should know about a model (the chosen attention and why, settings that have no effect)
-is collected in `notes` and `warnings`; the caller logs them.
+the same interface. What a user should know about a model is collected: the values of settings that may be `auto`, and
+why, in `choices`, the rest in `notes` and `warnings`. The caller logs them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.decoder import Decoder, DecoderConfig
 from torchstone.models.execution import (
     ExecutionOptions,
     Implementation,
     apply_activation_checkpointing,
-    apply_loss,
+    apply_chunked_loss,
     check_fallback_execution,
     choose_compile,
+    choose_fused,
     choose_loss,
     choose_recompute,
     compile_decoder,
@@ -50,6 +52,8 @@ class Model(ABC):
     module: nn.Module
     hf_config: dict[str, Any]
     generation_config: bytes | None = None
+    # By config key.
+    choices: dict[str, Choice] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     # Set if the module computes with copies of them.
@@ -194,9 +198,7 @@ class NativeModel(Model):
     module: Decoder
     family: Family = FAMILIES["llama"]
     decoders: list[Decoder] = field(default_factory=list)
-    # How it runs, set by `apply_execution`. No chunk_tokens: the loss needs all logits.
-    recompute: str = "none"
-    is_compiled: bool = False
+    # Of the chunked loss, set by `apply_execution`.
     chunk_tokens: int | None = None
 
     @property
@@ -253,25 +255,25 @@ class NativeModel(Model):
         compile_ = choose_compile(execution, device)
         recompute = choose_recompute(execution, compile_.value)
         liger = choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
+        loss, self.chunk_tokens = Choice("liger", AS_REQUESTED), None
         if "loss" not in liger.kernels:
-            loss = choose_loss(config, execution, device, dtype)
-            self.chunk_tokens = loss.chunk_tokens
-            self.notes.append(f"loss: {loss}")
-            for part in self.model_parts:
-                apply_loss(part, loss)
-        else:
-            # Liger's chunks are small.
-            self.chunk_tokens = 0
+            loss, self.chunk_tokens = choose_loss(config, execution, device, dtype)
+        self.choices |= {
+            "model.loss": loss,
+            "model.recompute": recompute,
+            "model.compile": compile_,
+            "model.fused": choose_fused(execution),
+        }
         self.notes += liger.notes
-        self.notes += [f"activation checkpointing: {recompute}", f"compile: {compile_}"]
-        self.recompute, self.is_compiled = recompute.value, compile_.value != "none"
-        if execution.fp8 is not None and not self.is_compiled:
+        if execution.fp8 is not None and compile_.value == "none":
             self.warnings.append(
                 "FP8 without model.compile is slower than bf16: every cast is a kernel of its own; add --model.compile "
                 "block"
             )
         options = None if execution.fp8 is None else execution.fp8.compile_options
         for part in self.model_parts:
+            if self.chunk_tokens is not None:
+                apply_chunked_loss(part, self.chunk_tokens)
             apply_liger(part, liger.kernels)
             apply_activation_checkpointing(part, recompute.value)
             compile_decoder(part, compile_.value, has_fixed_length=execution.has_fixed_length, options=options)
@@ -318,11 +320,17 @@ class FallbackModel(Model):
 
     def apply_execution(self, execution: ExecutionOptions) -> None:
         check_fallback_execution(execution)
-        self.notes.append("loss: full (the Transformers fallback computes all logits)")
-        self.notes.append("compile: none (in the Transformers fallback)")
-        self.notes += apply_liger_to_fallback(self.module.hf, execution.liger).notes
+        recompute = Choice("none", "in the Transformers fallback")
         if execution.recompute == "full":
+            recompute = Choice("full", AS_REQUESTED)
             self.module.enable_activation_checkpointing()
+        self.choices |= {
+            "model.attention": Choice(self.module.hf.config._attn_implementation, "in the Transformers fallback"),
+            "model.loss": Choice("full", "the Transformers fallback computes all logits"),
+            "model.recompute": recompute,
+            "model.compile": Choice("none", "in the Transformers fallback"),
+        }
+        self.notes += apply_liger_to_fallback(self.module.hf, execution.liger).notes
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return self.module.generate(*args, **kwargs)

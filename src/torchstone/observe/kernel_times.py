@@ -1,6 +1,7 @@
 """Kernel time by kind, from the Chrome trace of torch.profiler.
 
-On a GPU the time of every kernel, copy and fill counts; idle is the time in which none of them runs. On a CPU the time
+The name of a kernel tells its kind. What the optimizer starts, such as Muon's matrix products, is the optimizer's. On a
+GPU the time of every kernel, copy and fill counts; idle is the time in which none of them runs. On a CPU the time
 of every operation counts, without the operations that it calls; idle is the time in Python and of waiting.
 """
 
@@ -13,10 +14,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 KINDS = ("matmul", "attention", "loss", "optimizer", "copies", "communication", "other")
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+# The name of the range that a step records around its update.
+OPTIMIZER_RANGE = "optimizer"
 TOP_KERNELS = 12
 # The first pattern that a name contains decides; case does not matter.
 PATTERNS = {
@@ -45,19 +49,21 @@ def kernel_kind(name: str) -> str:
     return next((kind for kind, pattern in patterns.items() if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
+class Kernel(NamedTuple):
+    kind: str
+    name: str
+
+
 @dataclass(frozen=True)
 class KernelTimes:
-    """Microseconds by kernel name, how often each ran, and the microseconds in which at least one of them ran."""
+    """Microseconds of each kernel, how often it ran, and the microseconds in which at least one of them ran."""
 
-    by_name: dict[str, float]
-    counts: Counter[str]
+    times: dict[Kernel, float]
+    counts: Counter[Kernel]
     busy: float
 
     def by_kind(self) -> dict[str, float]:
-        times = dict.fromkeys(KINDS, 0.0)
-        for name, time in self.by_name.items():
-            times[kernel_kind(name)] += time
-        return times
+        return {kind: sum(t for kernel, t in self.times.items() if kernel.kind == kind) for kind in KINDS}
 
 
 def read_trace(path: Path) -> KernelTimes:
@@ -66,10 +72,23 @@ def read_trace(path: Path) -> KernelTimes:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES]
     operations = kernels or _without_children([event for event in events if event.get("cat") == "cpu_op"])
-    times: dict[str, float] = {}
+    launches = {event["args"]["correlation"]: event for event in events if event.get("cat") in LAUNCH_CATEGORIES}
+    ranges = [event for event in events if (event.get("cat"), event["name"]) == ("user_annotation", OPTIMIZER_RANGE)]
+    times: dict[Kernel, float] = {}
+    counts = Counter[Kernel]()
     for event in operations:
-        times[event["name"]] = times.get(event["name"], 0.0) + event["dur"]
-    return KernelTimes(times, Counter(event["name"] for event in operations), _union(operations))
+        start = launches.get(event.get("args", {}).get("correlation")) if kernels else event
+        kind = kernel_kind(event["name"])
+        if kind != "communication" and start is not None and any(_is_within(start, outer) for outer in ranges):
+            kind = "optimizer"
+        kernel = Kernel(kind, event["name"])
+        times[kernel] = times.get(kernel, 0.0) + event["dur"]
+        counts[kernel] += 1
+    return KernelTimes(times, counts, _union(operations))
+
+
+def _is_within(event: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return event["tid"] == outer["tid"] and outer["ts"] <= event["ts"] < outer["ts"] + outer["dur"]
 
 
 def _without_children(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -96,15 +115,18 @@ def _union(events: Iterable[dict[str, Any]]) -> float:
     return total
 
 
-def kernel_table(times: KernelTimes, first: int, last: int, seconds: float) -> str:
-    """Milliseconds per step by kind, and the kernels that take the most time. `seconds`: duration of all steps."""
+def kernel_table(times: KernelTimes, first: int, last: int, seconds: float, extra: str = "") -> str:
+    """Milliseconds per step by kind, and the kernels that take the most time.
+
+    `seconds`: duration of all steps. `extra`: what else was profiled.
+    """
     steps = last - first + 1
     step_ms = 1e3 * seconds / steps
     counts = Counter[str]()
-    for name, calls in times.counts.items():
-        counts[kernel_kind(name)] += calls
+    for kernel, calls in times.counts.items():
+        counts[kernel.kind] += calls
     lines = [
-        f"profile of steps {first} to {last}: {step_ms:.1f} ms a step",
+        f"profile of steps {first} to {last}: {step_ms:.1f} ms a step{extra}",
         f"{'kind':<16}{'ms':>10}{'share':>10}{'kernels':>10}",
     ]
     idle = max(0.0, step_ms - times.busy / 1e3 / steps)
@@ -112,6 +134,6 @@ def kernel_table(times: KernelTimes, first: int, last: int, seconds: float) -> s
     for kind, ms, count in [*rows, ("idle", idle, 0.0)]:
         lines.append(f"{kind:<16}{ms:>10.2f}{100 * ms / step_ms:>8.1f} %{count:>10.0f}".rstrip())
     lines.append("kernels with the most time:")
-    for name, time in sorted(times.by_name.items(), key=lambda item: -item[1])[:TOP_KERNELS]:
-        lines.append(f"{time / 1e3 / steps:>10.2f} ms  {kernel_kind(name):<14}{name[:100]}")
+    for kernel, time in sorted(times.times.items(), key=lambda item: -item[1])[:TOP_KERNELS]:
+        lines.append(f"{time / 1e3 / steps:>10.2f} ms  {kernel.kind:<14}{kernel.name[:100]}")
     return "\n".join(lines)

@@ -45,15 +45,16 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def clip_and_step(self, coefficient: Tensor) -> None:
-        """Multiplies the gradients by `coefficient` and updates the parameters."""
+        """Multiplies the gradients by `coefficient` and updates the parameters; changes nothing if it is NaN."""
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if all(p.is_cuda for _, parameters in groups for p in parameters):
             for group, parameters in groups:
                 self._update(group, parameters, coefficient)
             return
-        scale_gradients((p for _, parameters in groups for p in parameters), coefficient)
-        self.step()
-        self.update_copies()
+        if coefficient.isfinite():
+            scale_gradients((p for _, parameters in groups for p in parameters), coefficient)
+            self.step()
+            self.update_copies()
 
     @torch.no_grad()
     def update_copies(self) -> None:

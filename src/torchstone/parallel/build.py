@@ -195,11 +195,11 @@ def build_new_model(
     config = replace(family.decoder_config(hf_config), padding_idx=None)
     choice = choose_attention(config, execution, device, dtype)
     builder = builder or ModelBuilder(device, dtype)
-    decoders = builder.build_decoders(config, choice.backend, execution.fused, execution.fp8)
+    decoders = builder.build_decoders(config, choice.value, execution.fused, execution.fp8)
     # Drawing a tensor takes one core.
     fill_parameters(decoders, InitialTensors(config, std, seed), min(MAX_THREADS, torch.get_num_threads()))
-    notes = [f"attention: {choice}", *builder.notes]
-    model = NativeModel(decoders[0], hf_config, notes=notes, family=family, decoders=decoders)
+    choices = {"model.attention": choice}
+    model = NativeModel(decoders[0], hf_config, None, choices, list(builder.notes), family=family, decoders=decoders)
     model.apply_execution(execution)
     return model
 

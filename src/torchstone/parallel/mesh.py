@@ -127,6 +127,10 @@ class ParallelContext:
     def all_reduce_max(self, value: int) -> int:
         return self.all_reduce_max_each([value])[0]
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank."""
+        return bool(self.all_reduce_max(int(flag)))
+
     def all_reduce_max_each(self, values: list[int]) -> list[int]:
         """The largest of every value over all ranks, in one all-reduce."""
         if self.mesh is None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch
@@ -15,49 +13,16 @@ from torch import Tensor
 from torchstone.checkpoint.save import hf_name
 from torchstone.errors import NumericalError, OutOfMemoryError, is_out_of_memory
 from torchstone.heartbeat import read_int_variable
-from torchstone.parallel.local_shards import local_shards, unfused_names
+from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
-ALL_FINITE = "all gradients are finite"
 SMALLER_HINT = (
     "use a smaller training.batch_size or max_tokens_per_gpu (training.global_batch_size keeps the size of a step), "
     "data.context_length or model; --model.recompute full and --model.loss chunked need less too"
 )
+# With bf16 weights and moments.
+SMALLER_PRECISION = {"fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
 WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"
-
-
-class StepNumbers(Protocol):
-    """See StepResult in training/step.py."""
-
-    @property
-    def loss(self) -> float: ...
-
-    @property
-    def grad_norm(self) -> float: ...
-
-    @property
-    def non_finite(self) -> list[str]: ...
-
-
-def check_finite(step: int, numbers: StepNumbers, runner: Runner) -> None:
-    """Raises if loss or norm is not finite. Both are the same on all ranks, so all ranks raise, or none."""
-    loss, grad_norm = numbers.loss, numbers.grad_norm
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
-    model = runner.model
-    gradients = [(name, p.grad, "") for name, p in model.named_parameters() if p.grad is not None]
-    if gradients:
-        names = _non_finite_names(runner, gradients)
-    else:
-        # The gradients are gone, but not their norms.
-        parameters = dict(model.named_parameters())
-        unfused = (unfused_names(model.decoder_config, name, parameters[name]) for name in numbers.non_finite)
-        names = _merge_names(runner, [hf_name(model, name) for names in unfused for name in names])
-    summary = f"{len(names)} gradients are not finite, such as {', '.join(names[:3])}" if names else ALL_FINITE
-    raise NumericalError(
-        f"step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}; stopped before the weights were updated",
-        f"{summary}; {WHAT_TO_TRY}",
-    )
 
 
 def check_saved_state(step: int, runner: Runner, optimizer: torch.optim.Optimizer, previous: Path | None) -> None:
@@ -69,7 +34,7 @@ def check_saved_state(step: int, runner: Runner, optimizer: torch.optim.Optimize
     for name, parameter in runner.model.named_parameters():
         moments = optimizer.state.get(parameter, {}).items()
         tensors += [(name, moment, f" ({key})") for key, moment in moments if key != "step"]
-    names = _non_finite_names(runner, tensors)
+    names = non_finite_names(runner, tensors)
     if names:
         resume = f"{previous} is kept: resume from it" if previous else "no checkpoint was saved before: start again"
         raise NumericalError(
@@ -79,7 +44,7 @@ def check_saved_state(step: int, runner: Runner, optimizer: torch.optim.Optimize
         )
 
 
-def _non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]) -> list[str]:
+def non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]) -> list[str]:
     """The Hugging Face names of tensors that are not finite on some rank. All ranks must call it.
 
     `tensors` are this rank's: the name of the parameter that a tensor is shaped and sharded like, the tensor, and a
@@ -94,10 +59,10 @@ def _non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]]
                 names.append(f"{hf_name(model, shard.name)}{label}")
     # One transfer from the device.
     is_finite = torch.stack(flags).tolist() if flags else []
-    return _merge_names(runner, [name for name, finite in zip(names, is_finite, strict=True) if not finite])
+    return merge_names(runner, [name for name, finite in zip(names, is_finite, strict=True) if not finite])
 
 
-def _merge_names(runner: Runner, own: list[str]) -> list[str]:
+def merge_names(runner: Runner, own: list[str]) -> list[str]:
     """The names of all ranks, each once."""
     return list(dict.fromkeys(name for rank in runner.ctx.all_gather_object(own) for name in rank))
 
@@ -111,8 +76,8 @@ def check_memory(needed: int, parameters: int, device: torch.device, hint: str) 
         memory = _host_memory() // max(1, read_int_variable("LOCAL_WORLD_SIZE", 1))
     if needed > memory:
         raise OutOfMemoryError(
-            f"{parameters / 1e9:.2f}B parameters need at least {needed / 1e9:,.1f} GB per process, without "
-            f"activations, but {device} has {memory / 1e9:,.1f} GB",
+            f"{parameters / 1e9:.2f}B parameters need at least {needed / 2**30:,.1f} GiB per process, "
+            f"without activations, but {device} has {memory / 2**30:,.1f} GiB",
             hint,
         )
 

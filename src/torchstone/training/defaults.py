@@ -6,6 +6,7 @@ it: the precision, and how long the run is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,14 @@ import torch
 from torchstone.config.schema import Config
 from torchstone.data.loader import RunData
 from torchstone.errors import UsageError
+from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.execution import (
-    AS_REQUESTED,
-    Choice,
     ExecutionOptions,
     choose_compile,
     get_gpu_memory,
 )
 from torchstone.models.fp8 import Fp8Options
-from torchstone.parallel.mesh import ParallelContext
+from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 
@@ -38,13 +38,22 @@ def choose_precision(
     if device.type != "cuda":
         return Choice("fp32", "on a CPU")
     # The GPUs of a run may differ.
-    if ctx.all_reduce_max(int(not _has_bf16())):
+    if ctx.any_rank(not _has_bf16()):
         return Choice("fp32", "the GPU does not have bf16")
     return Choice("bf16", "fp32 master weights")
 
 
 def with_precision(config: Config, precision: Choice) -> Config:
     return replace(config, training=replace(config.training, precision=precision.value))
+
+
+def describe_choices(choices: Mapping[str, Choice]) -> list[str]:
+    """Each with the last part of its key. Projections that are not fused are not mentioned."""
+    return [
+        f"{key.rpartition('.')[2]}: {choice}"
+        for key, choice in choices.items()
+        if (key, choice.value) != ("model.fused", "none")
+    ]
 
 
 def run_flops(
@@ -57,19 +66,25 @@ def run_flops(
     return 6 * parameters * tokens / ctx.world_size
 
 
-def execution_options(config: Config, ctx: ParallelContext, device: torch.device) -> ExecutionOptions:
-    """How the model of a training run is executed. Raises UsageError for what does not work together."""
-    model, gpu_memory = config.model, get_gpu_memory(device)
-    if ctx.mesh is not None and model.compile == "whole":
+def check_compile(config: Config, dims: ParallelDims) -> None:
+    """Raises UsageError if torch.compile does not work with the parallel layout."""
+    mode = config.model.compile
+    if dims.world_size > 1 and mode == "whole":
         raise UsageError(
             "model.compile whole does not work with FSDP2, which gathers the model block by block",
             "use --model.compile block",
         )
-    if ctx.dims.tp > 1 and model.compile in ("block", "whole"):
+    if dims.tp > 1 and mode in ("block", "whole"):
         raise UsageError(
             "model.compile does not work with parallel.tp: torch.compile computes wrong gradients there",
             "leave out one of them",
         )
+
+
+def execution_options(config: Config, ctx: ParallelContext, device: torch.device) -> ExecutionOptions:
+    """How the model of a training run is executed. Raises UsageError for what does not work together."""
+    check_compile(config, ctx.dims)
+    model, gpu_memory = config.model, get_gpu_memory(device)
     return ExecutionOptions(
         tp=ctx.dims.tp,
         pp=ctx.dims.pp,

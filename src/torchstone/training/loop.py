@@ -12,162 +12,30 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import NoReturn
 
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import checkpoint_name
 from torchstone.checkpoint.save import BEST_FILE, best_step, mark_best, prune_checkpoints, save_checkpoint
-from torchstone.config.schema import Config
-from torchstone.data.loader import RunData, StepBatch
-from torchstone.data.tokenize import Tokenizer
+from torchstone.data.loader import StepBatch
 from torchstone.errors import NumericalError, StoppedBySignal
 from torchstone.heartbeat import end_startup, report_phase
-from torchstone.models.model import Model
-from torchstone.observe.console import Console
-from torchstone.observe.eta import EtaEstimator
 from torchstone.observe.metrics import MetricsFile, memory_bytes
-from torchstone.observe.mfu import device_peak_flops, flops_per_token
 from torchstone.optim.schedule import lr_at_step
-from torchstone.parallel.mesh import ParallelContext
-from torchstone.parallel.runner import Runner
-from torchstone.training.checks import check_finite, check_saved_state, translate_out_of_memory
+from torchstone.training.checks import check_saved_state, translate_out_of_memory
 from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.memory import describe_fit
-from torchstone.training.sample_text import Prompt, generate_samples
-from torchstone.training.schedule import TrainingSchedule
-from torchstone.training.state import Progress
-from torchstone.training.step import (
-    StepResult,
-    compute_gradients,
-    optimizer_step,
-    record_event,
-    validation_loss,
-)
-from torchstone.training.stop import StopRequest, handle_stop_signals
+from torchstone.training.run import Callback, Run, TrainResult
+from torchstone.training.sample_text import generate_samples
+from torchstone.training.step import compute_gradients, optimizer_step, validation_loss
+from torchstone.training.step_log import StartedStep, StepLog
+from torchstone.training.stop import handle_stop_signals
 
 # In steps. Python would collect in the middle of a step, on each rank at another time.
 COLLECT_EVERY = 50
-
-
-@dataclass
-class Run:
-    """The state of a run. Callbacks get it; `run.stop("reason")` ends it after the current step."""
-
-    config: Config
-    model: Model
-    tokenizer: Tokenizer
-    data: RunData
-    optimizer: torch.optim.Optimizer
-    runner: Runner
-    schedule: TrainingSchedule
-    progress: Progress
-    console: Console
-    # Saved in every checkpoint's state.json, together with the progress.
-    checkpoint_info: dict[str, Any]
-    # The last checkpoint, if there is one.
-    checkpoint: Path | None = None
-    stop_request: StopRequest = field(default_factory=StopRequest)
-    eta: EtaEstimator = field(default_factory=EtaEstimator)
-    # What the model continues every observe.sample_every_steps steps, and where the texts go.
-    sample_prompts: list[Prompt] = field(default_factory=list)
-    samples_file: MetricsFile | None = None
-    # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
-    resumed_from: Path | None = field(init=False)
-    # FLOP/s of one device, for MFU; None if unknown.
-    peak_flops: float | None = field(init=False)
-    # When training began or the last checkpoint was saved, by the monotonic clock.
-    saved_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.resumed_from = self.checkpoint
-        precision, peak_tflops = self.config.training.precision, self.config.observe.peak_tflops
-        self.peak_flops = device_peak_flops(self.device, precision, peak_tflops)
-
-    @property
-    def device(self) -> torch.device:
-        return self.runner.device
-
-    @property
-    def ctx(self) -> ParallelContext:
-        """This process's ranks in the mesh; `run.ctx.is_main` is true on rank 0."""
-        return self.runner.ctx
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.config.output_dir)
-
-    @property
-    def epoch(self) -> float:
-        return self.progress.samples / len(self.data.train)
-
-    @property
-    def early_stop_reason(self) -> str | None:
-        return self.schedule.early_stop_reason(self.progress)
-
-    def stop(self, reason: str) -> None:
-        self.stop_request.stop(reason)
-
-    def request_save_if_due(self) -> None:
-        """When the clock of rank 0 says so, requests a checkpoint; `sync_stop_request` passes it on to all ranks."""
-        seconds = self.schedule.checkpoint.every_seconds
-        is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
-        self.stop_request.local_save = self.ctx.is_main and is_due
-
-    def should_stop(self) -> bool:
-        """What `sync_stop_request` returned last; in a single process, what it returns now."""
-        request = self.stop_request
-        if self.ctx.world_size == 1:
-            self.sync_stop_request()
-        return request.signal is not None or request.reason is not None
-
-    def sync_stop_request(self) -> bool:
-        """Makes `stop_request` the same on all ranks, which must call it at the same point; returns whether to stop."""
-        return self.stop_request.sync(self.ctx)
-
-    def eta_seconds(self) -> float | None:
-        """The ETA after a step and its validation, before its checkpoint."""
-        schedule, progress = self.schedule, self.progress
-        if schedule.total_steps is None:
-            return None
-        samples = schedule.end(progress)[1] - progress.samples
-        tokens = samples * progress.tokens / max(1, progress.samples)
-        validations = schedule.count_left(schedule.validation, progress)
-        saves = schedule.count_left(schedule.checkpoint, progress)
-        return self.eta.seconds_left(tokens, validations, saves)
-
-
-class Callback:
-    """Override what you need. Callbacks run on every rank; `run.stop(reason)` ends the run."""
-
-    def on_start(self, run: Run) -> None: ...
-
-    def on_step_begin(self, run: Run, step: int) -> None:
-        """Before a step is started. On a GPU the step before it may still run."""
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None: ...
-
-    def on_validation(self, run: Run, loss: float) -> None: ...
-
-    def on_checkpoint(self, run: Run, folder: Path) -> None: ...
-
-    def on_end(self, run: Run) -> None: ...
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended: its last step, checkpoint and losses, and why a callback or training.patience stopped it."""
-
-    step: int
-    checkpoint: Path | None
-    loss: float | None
-    val_loss: float | None
-    stopped: str | None
 
 
 def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
@@ -178,11 +46,11 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
     """
     progress, schedule, first_step = run.progress, run.schedule, run.progress.step + 1
     with _training_session(run, callbacks) as metrics_file:
-        log = _StepLog(run, callbacks, metrics_file)
+        log = StepLog(run, callbacks, metrics_file)
         # A signal interrupted the validation of this step: repeat it.
         if progress.pending_metrics is not None:
             log.metrics, progress.pending_metrics = progress.pending_metrics, None
-            _validate_log_save(run, callbacks, metrics_file, log.metrics)
+            _validate_log_save(run, log)
         run.sync_stop_request()
         log.restart_clock()
         for batch in run.data.batches(
@@ -203,7 +71,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
                 log.read()
                 if is_first:
                     _log_startup(run)
-                _validate_log_save(run, callbacks, metrics_file, log.metrics)
+                _validate_log_save(run, log)
                 log.restart_clock()
             if is_due:
                 # That may have taken long: a signal must not wait for another step.
@@ -211,28 +79,16 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
             if progress.step % COLLECT_EVERY == 0:
                 gc.collect(1)
             report_phase(f"waiting for the batch of step {progress.step + 1}")
-        log.write()
+        log.finish()
         run.sync_stop_request()
         if run.stop_request.signal is not None:
-            _save_and_raise(run, callbacks, metrics_file)
+            _save_and_raise(run, log)
     for callback in callbacks:
         callback.on_end(run)
     stopped = run.stop_request.reason or run.early_stop_reason
+    if run.stop_request.reason is not None:
+        run.console.info(f"stopped after step {progress.step}: {stopped}")
     return TrainResult(progress.step, run.checkpoint, log.metrics.get("loss"), log.metrics.get("val_loss"), stopped)
-
-
-@dataclass(frozen=True)
-class StartedStep:
-    """A step whose numbers may not be known yet, and the progress after it."""
-
-    step: int
-    batch: StepBatch
-    result: StepResult
-    lr: float
-    epoch: float
-    total_tokens: int
-    # The peak while it was started. On a GPU the allocator knows only the order of the host.
-    memory: int
 
 
 def _start_step(run: Run, batch: StepBatch) -> StartedStep:
@@ -248,53 +104,6 @@ def _start_step(run: Run, batch: StepBatch) -> StartedStep:
     progress.tokens += batch.tokens
     progress.loss_tokens += batch.loss_tokens
     return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory_bytes(run.device))
-
-
-class _StepLog:
-    """Reads the numbers of steps and writes their metrics. `metrics` are those of the last step that was read.
-
-    `is_delayed`: a step's numbers are read when the next one has been started, and its duration is that on the device.
-    A callback gets them at once.
-    """
-
-    def __init__(self, run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> None:
-        self.run, self.callbacks, self.metrics_file = run, callbacks, metrics_file
-        has_callback = any(type(callback).on_step is not Callback.on_step for callback in callbacks)
-        self.is_delayed = run.device.type == "cuda" and not has_callback
-        self.metrics: dict[str, Any] = {}
-        self._started: StartedStep | None = None
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        self._clock, self._event = time.perf_counter(), record_event(self.run.device)
-
-    def add(self, started: StartedStep) -> None:
-        self.write()
-        self._started = started
-        if not self.is_delayed:
-            self.read()
-
-    def read(self) -> None:
-        """Waits for the numbers of the last step, if they have not been read."""
-        started, self._started = self._started, None
-        if started is None:
-            return
-        check_finite(started.step, started.result, self.run.runner)
-        now, event = time.perf_counter(), started.result.event
-        seconds = now - self._clock
-        if self.is_delayed and self._event is not None and event is not None:
-            seconds = self._event.elapsed_time(event) / 1e3
-        self._clock, self._event = now, event
-        self.metrics = _step_metrics(self.run, started, seconds)
-        self.run.eta.add_step(seconds, started.batch.tokens)
-        for callback in self.callbacks:
-            callback.on_step(self.run, self.metrics)
-
-    def write(self) -> None:
-        """Reads the last step, and writes its metrics, if that has not been done."""
-        if self._started is not None:
-            self.read()
-            _write_metrics(self.run, self.metrics_file, self.metrics)
 
 
 def _log_startup(run: Run) -> None:
@@ -360,35 +169,28 @@ def _open_lines(run: Run, path: Path) -> MetricsFile:
     return file
 
 
-def _validate_log_save(
-    run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile, metrics: dict[str, Any]
-) -> None:
+def _validate_log_save(run: Run, log: StepLog) -> None:
     """After a step: validates if due, writes the metrics line, samples text and saves a checkpoint if due."""
-    schedule, progress, step_samples = run.schedule, run.progress, metrics["samples"]
+    schedule, progress, metrics, step_samples = run.schedule, run.progress, log.metrics, log.metrics["samples"]
     if run.data.validation is not None and schedule.is_due(
         schedule.validation, progress, step_samples, _is_final_step(run)
     ):
         try:
-            metrics["val_loss"] = _validate(run, callbacks)
+            metrics["val_loss"] = _validate(run, log.callbacks)
             run.sync_stop_request()
         except ValidationInterruptedError:
             progress.pending_metrics = metrics
             return
     if run.early_stop_reason is not None:
         metrics["stopped"] = run.early_stop_reason
-    _write_metrics(run, metrics_file, metrics)
+    log.write()
     _log_samples(run)
     if run.early_stop_reason is not None:
         run.console.info(f"stopping early: {run.early_stop_reason}")
     is_best = run.config.checkpoint.save_best and progress.best_step == progress.step
     is_due = schedule.is_due(schedule.checkpoint, progress, step_samples, _is_final_step(run))
     if is_due or is_best or run.stop_request.save:
-        _save_checkpoint(run, callbacks, metrics_file)
-
-
-def _write_metrics(run: Run, metrics_file: MetricsFile, metrics: dict[str, Any]) -> None:
-    metrics_file.write(metrics)
-    run.console.step(metrics, run.eta_seconds())
+        _save_checkpoint(run, log)
 
 
 def _is_due(run: Run, step_samples: int) -> bool:
@@ -420,41 +222,6 @@ def _is_final_step(run: Run) -> bool:
     return run.schedule.is_done(run.progress) or run.stop_request.reason is not None
 
 
-def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, Any]:
-    counts, batch = run.data.counts, started.batch
-    return {
-        "step": started.step,
-        "loss": started.result.loss,
-        "lr": started.lr,
-        "grad_norm": started.result.grad_norm,
-        "tokens": batch.tokens,
-        "loss_tokens": batch.loss_tokens,
-        "padding": started.result.padding,
-        "bad_rows": counts.bad_rows,
-        "dropped_rows": counts.dropped,
-        "truncated_rows": counts.truncated_long,
-        "split_rows": counts.split_long,
-        "cropped_tokens": counts.cropped_tokens,
-        "samples": batch.samples,
-        "micro_batches": len(batch.micro_batches),
-        "epoch": started.epoch,
-        "total_tokens": started.total_tokens,
-        "tok_s": batch.tokens / seconds,
-        "step_s": seconds,
-        "mfu": _mfu(run, batch, seconds),
-        "memory": started.memory,
-    }
-
-
-def _mfu(run: Run, batch: StepBatch, seconds: float) -> float | None:
-    """None without a known peak, and for the fallback, whose FLOPs are unknown."""
-    config = run.model.decoder_config
-    if run.peak_flops is None or config is None:
-        return None
-    flops = batch.tokens * flops_per_token(config, batch.mean_length)
-    return flops / (seconds * run.peak_flops * run.ctx.world_size)
-
-
 class ValidationInterruptedError(Exception):
     """A signal arrived during validation."""
 
@@ -482,12 +249,12 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
     return loss
 
 
-def _save_checkpoint(run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> None:
+def _save_checkpoint(run: Run, log: StepLog) -> None:
     start_time, root, step = time.perf_counter(), run.output_dir / CHECKPOINTS, run.progress.step
     report_phase(f"saving step {step}")
     # A checkpoint on the disk must not be ahead of the metrics there.
-    metrics_file.sync()
-    if metrics_file.is_deleted:
+    log.metrics_file.sync()
+    if log.metrics_file.is_deleted:
         run.console.warn("metrics.jsonl was removed while the run was writing to it: its lines are lost")
     check_saved_state(step, run.runner, run.optimizer, run.checkpoint)
     is_complete = run.schedule.is_done(run.progress) and run.progress.pending_metrics is None
@@ -497,7 +264,7 @@ def _save_checkpoint(run: Run, callbacks: Sequence[Callback], metrics_file: Metr
     keep_last, protected = run.config.checkpoint.keep_last, (run.checkpoint, run.resumed_from)
     removed = prune_checkpoints(root, keep_last, protected, run.console.warn) if run.ctx.is_main else []
     run.console.info(f"saved {run.checkpoint}" + (f", removed steps {removed}" if removed else ""))
-    for callback in callbacks:
+    for callback in log.callbacks:
         callback.on_checkpoint(run, run.checkpoint)
     run.eta.add_save(time.perf_counter() - start_time)
     run.saved_at, run.stop_request.local_save, run.stop_request.save = time.monotonic(), False, False
@@ -520,7 +287,7 @@ def mark_best_checkpoint(run: Run) -> None:
             run.console.warn(f"{root / BEST_FILE} could not be written: {error}")
 
 
-def _save_and_raise(run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> NoReturn:
+def _save_and_raise(run: Run, log: StepLog) -> NoReturn:
     signal, progress = run.stop_request.signal, run.progress
     assert signal is not None
     if progress.step == 0:
@@ -529,7 +296,7 @@ def _save_and_raise(run: Run, callbacks: Sequence[Callback], metrics_file: Metri
         )
     is_saved = run.checkpoint is not None and run.checkpoint.name == checkpoint_name(progress.step)
     if not is_saved or progress.pending_metrics is not None:
-        _save_checkpoint(run, callbacks, metrics_file)
+        _save_checkpoint(run, log)
     how_to_resume = "the same command" if run.config.checkpoint.resume != "never" else "--checkpoint.resume auto"
     raise StoppedBySignal(
         f"stopped by {signal.name} after step {progress.step}, saved in {run.checkpoint}",

@@ -19,7 +19,7 @@ from torchstone.data.loader import RunData
 from torchstone.models.decoder import DecoderConfig
 from torchstone.models.model import Model, NativeModel
 from torchstone.optim.muon import Muon
-from torchstone.training.checks import SMALLER_HINT
+from torchstone.training.checks import SMALLER_HINT, SMALLER_PRECISION
 
 # What the allocator cannot use, and CUDA's own memory.
 USABLE = 0.95
@@ -128,14 +128,15 @@ def describe_fit(model: Model, optimizer: torch.optim.Optimizer, data: RunData, 
         row_tokens=row_tokens,
         rows=rows,
         itemsize=dtype.itemsize,
-        recompute=model.recompute,
-        is_compiled=model.is_compiled,
-        chunk_tokens=model.chunk_tokens,
+        recompute=model.choices["model.recompute"].value,
+        is_compiled=model.choices["model.compile"].value != "none",
+        # Liger's chunks are small.
+        chunk_tokens=0 if model.choices["model.loss"].value == "liger" else model.chunk_tokens,
     )
     memory = torch.cuda.get_device_properties(device).total_memory
     memory = int(memory * torch.cuda.get_per_process_memory_fraction(device))
-    smaller_precision = {"fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}.get(training.precision)
-    return hint_to_fit(sizes, memory, partial(size_flags, batch, training, rows, context_length), smaller_precision)
+    flags = partial(size_flags, batch, training, rows, context_length)
+    return hint_to_fit(sizes, memory, flags, SMALLER_PRECISION.get(training.precision))
 
 
 def size_flags(batch: BatchSizes, training: TrainingConfig, rows: int, context_length: int, fewer_rows: int) -> str:

@@ -1,12 +1,14 @@
 """Profiles steps of a run (`observe.profile`) with torch.profiler: a Chrome trace and a table of kernel time by kind.
 
 Only rank 0 profiles. The profiler records what runs and changes nothing of it; the profiled steps take a little longer.
-What lies between two profiled steps, such as a validation, is profiled too.
+Validations and saves between two profiled steps are profiled too, and the table says so.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchstone.atomic import write_text
 from torchstone.config.schema import parse_steps
 from torchstone.observe.kernel_times import kernel_table, read_trace
-from torchstone.training.loop import Callback, Run
+from torchstone.training.run import Callback, Run
 
 # Steps that compile and warm up.
 SKIPPED_STEPS = 2
@@ -33,12 +35,23 @@ class StepProfiler(Callback):
         self.run, self.first, self.last = run, first, last
         self._profiler: profile | None = None
         self._started, self._is_done = 0.0, False
+        self._extra: Counter[str] = Counter()
 
     def on_step_begin(self, run: Run, step: int) -> None:
         if step == self.first:
             self._start()
         elif step > self.last:
             self.close()
+
+    def on_validation(self, run: Run, loss: float) -> None:
+        self._extra["validation"] += self._is_profiling
+
+    def on_checkpoint(self, run: Run, folder: Path) -> None:
+        self._extra["save"] += self._is_profiling
+
+    @property
+    def _is_profiling(self) -> bool:
+        return self._profiler is not None and not self._is_done
 
     def close(self) -> None:
         """Writes what has been profiled. The run may have ended before the last step to profile."""
@@ -75,7 +88,10 @@ class StepProfiler(Callback):
         folder.mkdir(exist_ok=True)
         trace = folder / f"steps-{first}-{last}.json.gz"
         profiler.export_chrome_trace(str(trace))
-        table = kernel_table(read_trace(trace), first, last, seconds)
+        extra = "".join(f", with {count} {what}{'s' * (count > 1)}" for what, count in self._extra.items() if count)
+        table = kernel_table(read_trace(trace), first, last, seconds, extra)
         write_text(trace.with_name(f"steps-{first}-{last}.txt"), f"{table}\n")
         self.run.console.info(table)
+        if last < self.last:
+            self.run.console.warn(f"steps {last + 1} to {self.last} were not profiled: the run ended before")
         self.run.console.info(f"trace for https://ui.perfetto.dev or chrome://tracing: {trace}")

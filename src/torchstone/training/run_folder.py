@@ -100,14 +100,23 @@ def _may_be_complete(config: Config) -> bool:
     return bool(checkpoints) and read_json_or_empty(checkpoints[-1][1] / STATE_FILE).get("is_complete", True)
 
 
-def warn_about_changes(config: Config, console: Console) -> None:
-    """Warns about settings that changed since the run started. A damaged config.json is no error: nothing needs it."""
+def warn_about_changes(
+    config: Config, old_resolved: dict[str, Any], resolved: dict[str, Any], console: Console
+) -> None:
+    """Warns about settings that changed since the run started. A damaged config.json is no error: nothing needs it.
+
+    `old_resolved` and `resolved`: what the settings that may be `auto` were, and are now.
+    """
     path, new = Path(config.output_dir) / "config.json", to_dict(config)
     try:
-        old = read_json(path) if path.exists() else new
+        old = read_json(path) if path.exists() else to_dict(config)
     except CheckpointError as error:
         console.warn(f"{error.message}; what changed since the run started is unknown")
         return
+    for key in old_resolved.keys() & resolved.keys():
+        section, _, name = key.partition(".")
+        if isinstance(old.get(section), dict):
+            old[section][name], new[section][name] = old_resolved[key], resolved[key]
     for line in _differences(old, new):
         # These do not change the run.
         if not line.startswith(("observe", "preset_batch_keys")):
@@ -158,6 +167,7 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
     ]
     if changes:
         raise CheckpointError(
-            f"{checkpoint} was saved by a run with a different model, data or sample order: {'; '.join(changes)}",
-            f"to continue from its weights, start a new run: --model.path {checkpoint} --output-dir NEW",
+            f"{checkpoint} was saved by a run with other settings: {'; '.join(changes)}",
+            "use those of the run to resume it; to continue from its weights in a new run: "
+            f"--model.path {checkpoint} --output-dir NEW",
         )

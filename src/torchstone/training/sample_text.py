@@ -89,7 +89,7 @@ def generate_samples(runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt]
                     ids[row, lengths[row]] = token
                     lengths[row] += 1
             # The same decision on all ranks, even if a GPU has rounded differently.
-            if not runner.ctx.all_reduce_max(int(not all(is_done))):
+            if not runner.ctx.any_rank(not all(is_done)):
                 break
     finally:
         runner.reshard()

@@ -51,16 +51,18 @@ from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_n
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
 from torchstone.parallel.projections import ShardedProjections
-from torchstone.training.checks import check_memory
+from torchstone.training.checks import SMALLER_PRECISION, check_memory
 from torchstone.training.defaults import (
     choose_precision,
+    describe_choices,
     execution_options,
     run_flops,
     slow_choices,
     with_precision,
 )
 from torchstone.training.hub_commits import hub_names
-from torchstone.training.loop import Run, mark_best_checkpoint
+from torchstone.training.loop import mark_best_checkpoint
+from torchstone.training.run import Run
 from torchstone.training.run_folder import check_identity, run_identity
 from torchstone.training.sample_text import choose_prompts
 from torchstone.training.schedule import check_loss_tokens, plan_schedule
@@ -99,7 +101,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length, run_flops=flops)
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
-    console.info("; ".join([f"precision: {precision}", *model.notes]))
+    choices = {"training.precision": precision} | model.choices
+    console.info("; ".join([*describe_choices(choices), *model.notes]))
     runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
     optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
@@ -117,6 +120,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         console.warn(warning)
     info = _checkpoint_info(config, model, data, model_folder) | {
         "identity": identity,
+        "resolved": {key: choice.value for key, choice in choices.items()},
         # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
         "metrics_start": state.get("metrics_start", 0) if _is_own(checkpoint, config) else progress.last_logged_step,
     }
@@ -250,7 +254,7 @@ def _check_model(
     dtype = COMPUTE_DTYPE[config.training.precision]
     if model_folder is not None:
         parameters = stored_parameter_count(model_folder)
-        _check_memory(config, parameters, device, ctx)
+        check_state_memory(config, parameters, device, ctx)
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
@@ -258,17 +262,18 @@ def _check_model(
         hf_config = _new_hf_config(config, tokenizer)
         check_new_model(hf_config, device, dtype, execution)
         parameters = parameter_count(family_of(hf_config).decoder_config(hf_config))
-        _check_memory(config, parameters, device, ctx)
+        check_state_memory(config, parameters, device, ctx)
     return tokenizer, parameters
 
 
-def _check_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
+def check_state_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
     """Raises if weights, gradients and the moments (two of AdamW, one of Muon) do not fit in this rank's memory."""
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
     tensors = 4 if config.optim.name == "adamw" else 3
     needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
-    pure = "fp8-pure" if config.training.precision.startswith("fp8") else "bf16-pure"
-    hint = f"use a smaller model, --training.precision {pure}, or more GPUs (--parallel.dp_shard shards the model)"
+    smaller = SMALLER_PRECISION.get(config.training.precision)
+    precision = "" if smaller is None else f"--training.precision {smaller} (half of that), "
+    hint = f"use a smaller model, {precision}or more GPUs (--parallel.dp_shard shards the model)"
     check_memory(needed, parameters, device, hint)
 
 

@@ -13,15 +13,20 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from torchstone.checkpoint.save import hf_name
 from torchstone.data.loader import StepBatch
-from torchstone.errors import DataError
+from torchstone.errors import DataError, NumericalError
+from torchstone.observe.kernel_times import OPTIMIZER_RANGE
 from torchstone.optim.adamw import AdamW
 from torchstone.optim.clip import clip_coefficient, squared_norms
 from torchstone.optim.muon import Muon
-from torchstone.parallel.local_shards import is_owner
+from torchstone.parallel.local_shards import is_owner, unfused_names
 from torchstone.parallel.runner import Runner
-from torchstone.training.checks import check_finite
+from torchstone.training.checks import WHAT_TO_TRY, merge_names, non_finite_names
+
+ALL_FINITE = "all gradients are finite"
 
 
 class StepResult:
@@ -93,16 +98,40 @@ def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult
     return StepResult(sums, batch.loss_tokens, list(gradients), norms)
 
 
+def check_finite(step: int, result: StepResult, runner: Runner) -> None:
+    """Raises if loss or norm is not finite. Both are the same on all ranks, so all ranks raise, or none."""
+    loss, grad_norm = result.loss, result.grad_norm
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    model = runner.model
+    gradients = [(name, p.grad, "") for name, p in model.named_parameters() if p.grad is not None]
+    if gradients:
+        names = non_finite_names(runner, gradients)
+    else:
+        # The gradients are gone, but not their norms.
+        parameters = dict(model.named_parameters())
+        unfused = (unfused_names(model.decoder_config, name, parameters[name]) for name in result.non_finite)
+        names = merge_names(runner, [hf_name(model, name) for names in unfused for name in names])
+    summary = f"{len(names)} gradients are not finite, such as {', '.join(names[:3])}" if names else ALL_FINITE
+    raise NumericalError(
+        f"step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}; its update was not applied",
+        f"{summary}; {WHAT_TO_TRY}",
+    )
+
+
 def optimizer_step(
     runner: Runner, optimizer: AdamW | Muon, result: StepResult, step: int, learning_rate: float, max_grad_norm: float
 ) -> None:
-    """Clips and applies the gradients, and clears them. If they are not finite, a CPU raises; on CUDA nothing is
-    applied, and `check_finite` raises when the numbers are read."""
+    """Clips and applies the gradients, and clears them. If they or the loss are not finite, a CPU raises; on CUDA
+    nothing is applied, and `check_finite` raises when the numbers are read."""
     if runner.device.type == "cpu":
         check_finite(step, result, runner)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
-    optimizer.clip_and_step(clip_coefficient(result.sums[1], max_grad_norm))
+    loss_sum, squared_norm = result.sums[:2]
+    squared_norm = torch.where(loss_sum.isfinite(), squared_norm, torch.nan)
+    with record_function(OPTIMIZER_RANGE):
+        optimizer.clip_and_step(clip_coefficient(squared_norm, max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -1,0 +1,120 @@
+"""The numbers of each step: read from the device, given to callbacks, written to metrics.jsonl and the console.
+
+On CUDA they are read when the next step has been started, so that the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchstone.data.loader import StepBatch
+from torchstone.observe.metrics import MetricsFile
+from torchstone.observe.mfu import flops_per_token
+from torchstone.training.run import Callback, Run
+from torchstone.training.step import StepResult, check_finite, record_event
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step whose numbers may not be known yet, and the progress after it."""
+
+    step: int
+    batch: StepBatch
+    result: StepResult
+    lr: float
+    epoch: float
+    total_tokens: int
+    # The peak while it was started. On a GPU the allocator knows only the order of the host.
+    memory: int
+
+
+class StepLog:
+    """Reads the numbers of steps and writes their metrics. `metrics` are those of the last step that was read.
+
+    `is_delayed`: the numbers of a step are read when the next one has been started, and its duration is that on the
+    device. If a callback wants them, they are read at once.
+    """
+
+    def __init__(self, run: Run, callbacks: Sequence[Callback], metrics_file: MetricsFile) -> None:
+        self.run, self.callbacks, self.metrics_file = run, callbacks, metrics_file
+        has_callback = any(type(callback).on_step is not Callback.on_step for callback in callbacks)
+        # On all ranks alike: they must find a step with NaN at the same point.
+        self.is_delayed = run.device.type == "cuda" and not run.ctx.any_rank(has_callback)
+        self.metrics: dict[str, Any] = {}
+        self._unread: StartedStep | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self._clock, self._event = time.perf_counter(), record_event(self.run.device)
+
+    def add(self, started: StartedStep) -> None:
+        """Finishes the step before, and keeps `started`, or reads it at once."""
+        self.finish()
+        self._unread = started
+        if not self.is_delayed:
+            self.read()
+
+    def finish(self) -> None:
+        """Reads the last step and writes its metrics, if it has not been read."""
+        if self._unread is not None:
+            self.read()
+            self.write()
+
+    def read(self) -> None:
+        """Waits for the numbers of the last step, if it has not been read."""
+        started, self._unread = self._unread, None
+        if started is None:
+            return
+        check_finite(started.step, started.result, self.run.runner)
+        now, event = time.perf_counter(), started.result.event
+        seconds = now - self._clock
+        if self.is_delayed and self._event is not None and event is not None:
+            seconds = self._event.elapsed_time(event) / 1e3
+        self._clock, self._event = now, event
+        self.metrics = _step_metrics(self.run, started, seconds)
+        self.run.eta.add_step(seconds, started.batch.tokens)
+        for callback in self.callbacks:
+            callback.on_step(self.run, self.metrics)
+
+    def write(self) -> None:
+        """Writes the metrics of the last step that was read."""
+        self.metrics_file.write(self.metrics)
+        self.run.console.step(self.metrics, self.run.eta_seconds())
+
+
+def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, Any]:
+    counts, batch = run.data.counts, started.batch
+    return {
+        "step": started.step,
+        "loss": started.result.loss,
+        "lr": started.lr,
+        "grad_norm": started.result.grad_norm,
+        "tokens": batch.tokens,
+        "loss_tokens": batch.loss_tokens,
+        "padding": started.result.padding,
+        "bad_rows": counts.bad_rows,
+        "dropped_rows": counts.dropped,
+        "truncated_rows": counts.truncated_long,
+        "split_rows": counts.split_long,
+        "cropped_tokens": counts.cropped_tokens,
+        "samples": batch.samples,
+        "micro_batches": len(batch.micro_batches),
+        "epoch": started.epoch,
+        "total_tokens": started.total_tokens,
+        "tok_s": batch.tokens / seconds,
+        "step_s": seconds,
+        "mfu": _mfu(run, batch, seconds),
+        "memory": started.memory,
+    }
+
+
+def _mfu(run: Run, batch: StepBatch, seconds: float) -> float | None:
+    """None without a known peak, and for the fallback, whose FLOPs are unknown."""
+    config = run.model.decoder_config
+    if run.peak_flops is None or config is None:
+        return None
+    flops = batch.tokens * flops_per_token(config, batch.mean_length)
+    return flops / (seconds * run.peak_flops * run.ctx.world_size)
