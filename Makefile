@@ -23,11 +23,11 @@ demo: $(STAMP)
 	$(RUN)/python -m torchstone.demo
 
 test: $(TEST_STAMP)
-	$(RUN)/python -m pytest -n 2 --dist worksteal --durations=25
+	$(RUN)/python -m pytest -n 3 --dist worksteal --durations=25
 
 # All layouts and faults; `make test` runs one of each kind.
 test-all: $(TEST_STAMP)
-	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal --durations=25
+	TESTS=all $(RUN)/python -m pytest -n 3 --dist worksteal --durations=25
 
 faults: $(TEST_STAMP)
 	TESTS=all $(RUN)/python -m pytest -n 2 --dist worksteal tests/faults

@@ -84,11 +84,14 @@ SHAPES = {
 
 def main() -> None:
     arguments, flags = split_flags(sys.argv[1:])
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="Flags after -- are for torchstone train, such as -- --model.loss full",
+    )
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("--arm", action="append", help="an arm of the shape; by default all of them")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=24, help="of every run")
+    parser.add_argument("--repeats", type=int, default=2, help="of every arm, in turn")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing in every arm")
     parser.add_argument("--folder", type=Path, help="keep the data, the model and all logs in this folder")
@@ -283,7 +286,7 @@ def table(results: list[dict[str, Any]]) -> str:
         return statistics.mean(line[key] for line in measured[arm])
 
     rows = [
-        "| arm | tok/s | median step | peak GiB | first step, s | torchstone is faster by |",
+        "| arm | tok/s | median step | peak GiB | first step, s | torchstone / arm |",
         "|---|---|---|---|---|---|",
     ]
     for arm, lines in measured.items():

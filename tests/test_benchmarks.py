@@ -64,6 +64,23 @@ def test_losses_of_fp8_are_compared_as_means_of_steps() -> None:
     assert compare(reference, reference)["worst_20"] == 0
 
 
+@the_rest
+def test_fp8_is_emulated_on_a_cpu() -> None:
+    sizes = "--depth 1 --width 64 --heads 2 --rows 2 --length 64 --vocabulary 1024 --text-bytes 1000000 --steps 20"
+    command = [
+        sys.executable,
+        str(HARNESS.parent / "models/fp8_loss.py"),
+        "--emulate",
+        "--device",
+        "cpu",
+        *sizes.split(),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    bf16, fp8 = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert (bf16["worst_20"], bf16["arm"], fp8["arm"]) == (0, "bf16", "fp8")
+    assert 0 < abs(fp8["worst_20"]) < 0.01
+
+
 class TestSummary:
     harness = runpy.run_path(str(HARNESS))
 

@@ -290,7 +290,7 @@ class TestShapesOnAGPU:
         ]
         assert {shapes.pad_rows(n) for n in range(1, max(counts) + 1)} == set(counts)
 
-    def test_rows_get_few_shapes(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+    def test_rows_get_pad_to_buckets(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
         """Text has rows of one length, also the last one. Without packing, lengths differ, but not numbers of rows."""
         overrides = {
             "model.depth": 1, "model.tokenizer": "-", "data.path": [str(text_file)], "data.context_length": 60,
@@ -300,7 +300,7 @@ class TestShapesOnAGPU:
         for packing in (True, False):
             config = load_config(overrides=overrides | {"data.packing": packing})
             on_cpu, on_gpu = (
-                load_data(config, tokenizer, [str(text_file)], None, Console("quiet"), few_shapes=few)
+                load_data(config, tokenizer, [str(text_file)], None, Console("quiet"), pad_to_buckets=few)
                 for few in (False, True)
             )
             assert on_gpu.shapes.has_fixed_length == packing

@@ -550,14 +550,14 @@ class TestCheckpointing:
         [
             (lambda key, tensor: {key: torch.zeros(()) if "/exp_avg" in key else tensor}, "/exp_avg has shape []"),
             (lambda key, tensor: {key: tensor[..., :1] if "_sq" in key else tensor}, "/exp_avg_sq has shape ["),
-            (lambda key, tensor: {key: torch.zeros(1) if key.endswith("/step") else tensor}, "is not AdamW's"),
-            (lambda key, tensor: {} if key.endswith("/exp_avg_sq") else {key: tensor}, "is not AdamW's"),
-            (lambda key, tensor: {key.replace("exp_avg_sq", "square"): tensor}, "is not AdamW's"),
+            (lambda key, tensor: {key: torch.zeros(1) if key.endswith("/step") else tensor}, "does not have AdamW's"),
+            (lambda key, tensor: {} if key.endswith("/exp_avg_sq") else {key: tensor}, "does not have AdamW's"),
+            (lambda key, tensor: {key.replace("exp_avg_sq", "square"): tensor}, "does not have AdamW's"),
             (
                 lambda key, tensor: {f"x.{key}": tensor},
                 "has optimizer state, but none for the parameters of this model",
             ),
-            (lambda key, tensor: {key: tensor, key.replace("step", "max_exp_avg_sq"): tensor}, "is not AdamW's"),
+            (lambda key, tensor: {key: tensor, key.replace("step", "max_exp_avg_sq"): tensor}, "does not have AdamW's"),
         ],
     )
     def test_optimizer_state_of_other_keys_or_shapes_is_refused(

@@ -24,8 +24,9 @@ from typing import Any
 from torchstone import api
 from torchstone.models.fp8 import Fp8Options
 from torchstone.observe.metrics import read_metrics
-from torchstone.training import setup
+from torchstone.training import defaults
 
+WINDOW = 20
 SIZES = (("steps", 500), ("depth", 12), ("width", 768), ("heads", 12), ("rows", 16), ("length", 1024),
          ("vocabulary", 16384), ("text-bytes", 40_000_000), ("seed", 0))  # fmt: skip
 
@@ -41,8 +42,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text file instead of Python's standard library")
     parser.add_argument("--emulate", action="store_true", help="FP8 without FP8 kernels, without torch.compile")
     options = parser.parse_args()
+    if options.steps < WINDOW:
+        parser.error(f"--steps must be at least {WINDOW}")
     if options.emulate:
-        setup.Fp8Options = partial(Fp8Options, emulate=True)  # type: ignore[misc,assignment]
+        defaults.Fp8Options = partial(Fp8Options, emulate=True)  # type: ignore[misc,assignment]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         data = write_text(folder / "text.jsonl", options)
@@ -105,8 +108,8 @@ def train(arm: str, data: str, folder: Path, options: argparse.Namespace) -> lis
 
 def compare(losses: list[float], reference: list[float]) -> dict[str, float]:
     """The last losses of a run, and how far it is from `reference`, as shares of the reference's loss."""
-    windows = range(len(losses) - 19)
-    differences = [relative_mean(losses[at : at + 20], reference[at : at + 20]) for at in windows]
+    windows = range(len(losses) - WINDOW + 1)
+    differences = [relative_mean(losses[at : at + WINDOW], reference[at : at + WINDOW]) for at in windows]
     return {
         "first_loss": losses[0],
         "last_50_loss": statistics.fmean(losses[-50:]),

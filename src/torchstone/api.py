@@ -224,11 +224,14 @@ def describe_defaults(config: Config, world_size: int = 1) -> str:
         else:
             choices = check_model_folder(path, device, dtype, execution)
             parameters = stored_parameter_count(path)
-        check_state_memory(with_precision(config, precision), parameters, device, ctx)
     except TorchstoneError as error:
-        return f"on {device} this run would be refused: {error}"
+        return f"on {device} this run would be refused: {error.message}; {error.hint}"
     choices = {"training.precision": precision} | choices
     texts = [f"{key} {choice}" for key, choice in choices.items() if not choice.reason.startswith(AS_REQUESTED)]
+    try:
+        check_state_memory(with_precision(config, precision), parameters, device, ctx)
+    except TorchstoneError as error:
+        texts.append(f"this run would be refused: {error.message}")
     return f"auto on {device}: {'; '.join(texts)}"
 
 

@@ -160,9 +160,9 @@ def load_data(
     console: Console,
     dp: int = 1,
     tp: int = 1,
-    few_shapes: bool = False,
+    pad_to_buckets: bool = False,
 ) -> RunData:
-    """Tokenizes what is not tokenized yet, and lays out the samples. `few_shapes`: as a GPU prefers it."""
+    """Tokenizes what is not tokenized yet, and lays out the samples. `pad_to_buckets`: as a GPU prefers it."""
     data, seed = config.data, config.training.seed
     sources = open_sources(data, train)
     is_text = all(source.row_format in TEXT_FORMATS for source in sources)
@@ -200,7 +200,7 @@ def load_data(
         pad_id=tokenizer.pad_id,
         counts=counts,
         shapes=_batch_shapes(
-            batch_sizes, [*train_parts, *validation_parts], dp, _length_multiple(config, tp), few_shapes
+            batch_sizes, [*train_parts, *validation_parts], dp, _length_multiple(config, tp), pad_to_buckets
         ),
     )
 
@@ -214,9 +214,9 @@ def _length_multiple(config: Config, tp: int) -> int:
 
 
 def _batch_shapes(
-    batch_sizes: BatchSizes, samples: Sequence[Samples], dp: int, multiple: int, few_shapes: bool
+    batch_sizes: BatchSizes, samples: Sequence[Samples], dp: int, multiple: int, pad_to_buckets: bool
 ) -> BatchShapes:
-    if not few_shapes:
+    if not pad_to_buckets:
         return BatchShapes(multiple)
     if batch_sizes.micro_batch_tokens is not None:
         return BatchShapes(multiple, batch_sizes.micro_batch_tokens)

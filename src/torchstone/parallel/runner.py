@@ -80,7 +80,7 @@ class Runner:
             for index, batch in enumerate(batches):
                 is_last = index == len(batches) - 1
                 set_fsdp_sync(self.fsdp_roots, is_last, self._reduces_once, self.parallel.zero)
-                loss = micro_batch_loss(self.model.module, *self._inputs(batch), 1 / loss_tokens)
+                loss = micro_batch_loss(self.model.module, *self._inputs(batch), grad_scale=1 / loss_tokens)
                 (loss / loss_tokens).backward()
                 total += loss.detach()
         return self._own_share(total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from torchstone.checkpoint.save import hf_name
 from torchstone.errors import NumericalError, OutOfMemoryError, is_out_of_memory
-from torchstone.heartbeat import read_int_variable
+from torchstone.heartbeat import current_phase, read_int_variable
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
@@ -93,16 +94,15 @@ def _host_memory() -> int:
 
 @contextmanager
 def translate_out_of_memory(
-    activity: str, device: torch.device, hint: Callable[[], str] = lambda: SMALLER_HINT
+    activity: str | None, device: torch.device, hint: Callable[[], str] = lambda: SMALLER_HINT
 ) -> Iterator[None]:
-    """Turns out-of-memory errors during `activity` into ours."""
+    """Turns out-of-memory errors during `activity`, by default the phase of the run, into ours."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
-        lines = str(error).splitlines()
         if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):
             raise
-        raise OutOfMemoryError(
-            f"{activity} does not fit on {device}: {lines[0] if lines else 'out of memory'}",
-            hint(),
-        ) from None
+        reason = next(iter(str(error).splitlines()), "out of memory")
+        if allocated := re.search(r"tried to allocate (\d+) bytes", reason):
+            reason = f"{int(allocated[1]) / 2**20:,.0f} MiB more cannot be allocated"
+        raise OutOfMemoryError(f"{activity or current_phase()} does not fit on {device}: {reason}", hint()) from None

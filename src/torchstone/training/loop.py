@@ -131,11 +131,10 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     try:
         for callback in callbacks:
             callback.on_start(run)
-        activity = f"step {run.progress.step + 1} or later"
         hint = partial(describe_fit, run.model, run.optimizer, run.data, run.config)
         with (
             handle_stop_signals(run.stop_request),
-            translate_out_of_memory(activity, run.device, hint),
+            translate_out_of_memory(None, run.device, hint),
             keep_freed_memory(run.device),
         ):
             yield metrics_file

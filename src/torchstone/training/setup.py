@@ -87,7 +87,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
     heartbeat.report_phase("opening the data")
-    data = open_data(config, tokenizer, data_console, ctx, few_shapes=device.type == "cuda")
+    data = open_data(config, tokenizer, data_console, ctx, pad_to_buckets=device.type == "cuda")
     identity = run_identity(config, data)
     progress = Progress()
     if checkpoint is not None:
@@ -158,14 +158,14 @@ def open_data(
     tokenizer: Tokenizer,
     console: Console,
     ctx: ParallelContext = SINGLE_PROCESS,
-    few_shapes: bool = False,
+    pad_to_buckets: bool = False,
 ) -> RunData:
     assert config.data.path is not None
     cache_dir = Path(config.data.cache_dir)
     train = [data_file(name, cache_dir) for name in config.data.path]
     validation_path = config.data.validation_path
     validation = None if validation_path is None else [data_file(name, cache_dir) for name in validation_path]
-    return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp, few_shapes)
+    return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp, pad_to_buckets)
 
 
 def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
