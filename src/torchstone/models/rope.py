@@ -1,7 +1,8 @@
 """Rotary position embeddings (RoPE), with the kinds of scaling in `RopeType`, computed as in Transformers.
 
-cos and sin are computed from the positions at every call, in fp32. A buffer would be rounded when the model is cast to
-bf16 and lost when the model is built on the meta device; computing them costs little compared with one layer.
+cos and sin are computed from the positions at every call, in fp32, which costs little compared with one layer. The
+frequencies are no buffer of a module: that would be rounded when the model is cast to bf16, and lost when the model is
+built on the meta device.
 
 Two kinds (`dynamic`, `longrope`) change their frequencies once a row is longer than the original context. The length
 that counts is the row's own, not the longest of the batch: a loss must not depend on which rows share a batch.
@@ -66,22 +67,13 @@ class Rope:
     def inv_freq(self, head_dim: int, positions_BT: Tensor) -> Tensor:
         """Angle per position: [E/2], or [B, 1, E/2] where it depends on the length of the row."""
         dim, device = self.rotary_dim(head_dim), positions_BT.device
-        # Nothing is copied from the host: the host would wait for the device.
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-        pos_freqs = self.rope_theta**exponents
-        if self.rope_type == "linear":
-            return 1.0 / pos_freqs / self.factor
-        if self.rope_type == "llama3":
-            return self._llama3(1.0 / pos_freqs)
-        if self.rope_type == "yarn":
-            return self._yarn(pos_freqs, dim)
         if self.rope_type == "dynamic":
-            return self._dynamic(exponents, dim, positions_BT)
+            return self._dynamic(_exponents(dim, device), dim, positions_BT)
         if self.rope_type == "longrope":
             long, short = _to_device(self.long_factor, device), _to_device(self.short_factor, device)
             is_long = _row_lengths(positions_BT) > self.original_max_position_embeddings
-            return 1.0 / (torch.where(is_long, long, short) * pos_freqs)
-        return 1.0 / pos_freqs
+            return 1.0 / (torch.where(is_long, long, short) * self.rope_theta ** _exponents(dim, device))
+        return _fixed_inv_freq(self, dim, device)
 
     def _llama3(self, inv_freq: Tensor) -> Tensor:
         """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
@@ -114,6 +106,24 @@ class Rope:
         growth = (self.factor * lengths / self.original_max_position_embeddings) - (self.factor - 1)
         scaled = 1.0 / ((self.rope_theta * growth ** (dim / (dim - 2))) ** exponents)
         return torch.where(lengths > self.original_max_position_embeddings, scaled, 1.0 / self.rope_theta**exponents)
+
+
+@cache
+def _fixed_inv_freq(rope: Rope, dim: int, device: torch.device) -> Tensor:
+    """[E/2], for the kinds that do not depend on the length of the row."""
+    pos_freqs = rope.rope_theta ** _exponents(dim, device)
+    if rope.rope_type == "linear":
+        return 1.0 / pos_freqs / rope.factor
+    if rope.rope_type == "llama3":
+        return rope._llama3(1.0 / pos_freqs)
+    if rope.rope_type == "yarn":
+        return rope._yarn(pos_freqs, dim)
+    return 1.0 / pos_freqs
+
+
+def _exponents(dim: int, device: torch.device) -> Tensor:
+    # Nothing is copied from the host: the host would wait for the device.
+    return torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
 
 
 @cache

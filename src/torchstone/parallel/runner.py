@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torchstone.models.attention import DocumentLimits
 from torchstone.models.decoder import Decoder
 from torchstone.models.model import Model
 from torchstone.parallel.fsdp import reduces_once_per_step, reshard, set_fsdp_sync
+from torchstone.parallel.local_shards import is_owner
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 from torchstone.parallel.pipeline import Pipeline
 
@@ -70,6 +71,12 @@ class Runner:
         self._reduces_once = reduces_once_per_step(self.parallel, ctx.dims.dp_shard)
         # The length that no document of the run exceeds, if it is known: one number for compiled code.
         self.longest_document = longest_document
+
+    @cached_property
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that this rank counts, with their names: a replicated one counts on one rank only."""
+        model = self.model
+        return [each for each in model.named_parameters() if is_owner(model.decoder_config, *each)]
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""

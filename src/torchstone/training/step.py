@@ -22,7 +22,7 @@ from torchstone.observe.kernel_times import OPTIMIZER_RANGE
 from torchstone.optim.adamw import AdamW
 from torchstone.optim.clip import clip_coefficient, squared_norms
 from torchstone.optim.muon import Muon
-from torchstone.parallel.local_shards import is_owner, unfused_names
+from torchstone.parallel.local_shards import unfused_names
 from torchstone.parallel.runner import Runner
 from torchstone.training.checks import WHAT_TO_TRY, merge_names, non_finite_names
 
@@ -84,14 +84,9 @@ def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult
             "check the labels with torchstone inspect-data, or use a larger training.global_batch_size",
         )
     loss_sum = runner.forward_backward(batch.micro_batches, batch.loss_tokens)
-    model, ctx = runner.model, runner.ctx
-    # A replicated gradient counts on one rank only.
-    gradients = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and is_owner(model.decoder_config, name, parameter)
-    }
+    gradients = {name: p.grad for name, p in runner.owned_parameters if p.grad is not None}
     norms = squared_norms(gradients.values())
+    ctx = runner.ctx
     # Ranks that differ only in pp or tp have the same rows.
     padding = torch.full_like(loss_sum, batch.padding if ctx.pp_rank == ctx.tp_rank == 0 else 0)
     sums = ctx.all_reduce_sum(torch.stack([loss_sum, norms.sum().to(loss_sum), padding]))
