@@ -1,4 +1,4 @@
-"""Mixed precision on one GPU as every run has it: FSDP2 on a mesh of one, with NCCL.
+"""Mixed precision by FSDP2, on a mesh of one GPU with NCCL. One process without FSDP2 is in test_adamw_kernel.py.
 
 The dtype of a gradient does not tell the dtype of its sum. So the sum over a step's micro-batches is compared with the
 fp64 sum of its terms, and the same check must fail when the sum is in bf16. How much bf16 may change a loss is
