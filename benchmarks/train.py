@@ -286,7 +286,7 @@ def table(results: list[dict[str, Any]]) -> str:
         return statistics.mean(line[key] for line in measured[arm])
 
     rows = [
-        "| arm | tok/s | median step | peak GiB | first step, s | torchstone / arm |",
+        "| arm | tok/s | tok/s, median step | peak GiB | first step, s | torchstone / arm |",
         "|---|---|---|---|---|---|",
     ]
     for arm, lines in measured.items():

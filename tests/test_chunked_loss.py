@@ -200,6 +200,15 @@ class TestCost:
         assert choose_chunk_tokens(vocab_size, itemsize, int(free_gib * 2**30)) == expected
 
 
+@pytest.mark.parametrize("loss_tokens", [3, 5, 12])
+def test_a_wrong_number_of_labels_is_an_error(loss_tokens: int) -> None:
+    """Otherwise labels would be dropped, or the head computed for tokens without a label."""
+    labels = torch.tensor([[1, -100, 2, -100, 3, -100, -100, 0, -100, -100, -100, -100]])
+    with pytest.raises(RuntimeError, match="loss_tokens is not the number of labels"):
+        chunked_loss_sum(torch.randn(1, 12, 8), torch.randn(9, 8), labels, 5, loss_tokens=loss_tokens)
+    assert chunked_loss_sum(torch.randn(1, 12, 8), torch.randn(9, 8), labels, 5, loss_tokens=4) > 0
+
+
 class TestModels:
     @pytest.mark.parametrize(
         "case",

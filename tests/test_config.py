@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -321,6 +322,22 @@ class TestAliases:
         assert "are the same setting" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message", "hint"),
+    [
+        ("model__compile", False, "model.compile cannot be false", "did you mean 'none'? use one of auto, none, block"),
+        ("model__compile", None, "model.compile cannot be null", "did you mean 'none'? use one of auto, none, block"),
+        ("model__compile", "blok", "model.compile cannot be 'blok'", "did you mean 'block'? use one of auto, none"),
+        ("optim__schedule", False, "optim.schedule cannot be false", "use one of "),
+    ],
+)
+def test_a_wrong_value_is_named_as_in_the_file(key: str, value: Any, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(overrides=MINIMAL | {key.replace("__", "."): value})
+    assert caught.value.message == message
+    assert (caught.value.hint or "").startswith(hint)
+
+
 class TestOtherNames:
     def test_every_name_stands_for_a_setting_here(self) -> None:
         launch_flags = {option.name for option in fields(LaunchOptions)}
@@ -341,6 +358,7 @@ class TestOtherNames:
             ("completion_only_loss", "false", "in Torchstone this is --data.train_on all"),
             ("gradient_checkpointing", False, "in Torchstone this is --model.recompute none"),
             ("compile.enable", True, "in Torchstone this is --model.compile block"),
+            ("profiling.enable_profiling", False, "in Torchstone this is --observe.profile none"),
             ("activation_checkpoint.mode", "full", "in Torchstone this is --model.recompute"),
             ("parallelism.tensor_parallel_degree", 2, "in Torchstone this is --parallel.tp"),
             ("bf16", "auto", "in Torchstone this is --training.precision bf16"),

@@ -290,7 +290,7 @@ class TestShapesOnAGPU:
         ]
         assert {shapes.pad_rows(n) for n in range(1, max(counts) + 1)} == set(counts)
 
-    def test_rows_get_pad_to_buckets(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
+    def test_lengths_are_padded_to_buckets(self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path) -> None:
         """Text has rows of one length, also the last one. Without packing, lengths differ, but not numbers of rows."""
         overrides = {
             "model.depth": 1, "model.tokenizer": "-", "data.path": [str(text_file)], "data.context_length": 60,

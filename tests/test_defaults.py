@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchstone import api
 from torchstone.config.load import load_config
 from torchstone.config.schema import Config
 from torchstone.models import execution as execution_module
+from torchstone.models.choice import Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.training import loop, step, step_log
@@ -48,17 +50,19 @@ class TestPrecision:
     def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config = make_config()
         assert config.training.precision == "auto"
-        assert choose_precision(config, CUDA, SINGLE_PROCESS, {}) == ("bf16", "fp32 master weights")
-        assert choose_precision(config, CPU, SINGLE_PROCESS, {}) == ("fp32", "on a CPU")
+        assert choose_precision(config, CUDA, SINGLE_PROCESS, {}) == Choice("bf16", "fp32 master weights")
+        assert choose_precision(config, CPU, SINGLE_PROCESS, {}) == Choice("fp32", "on a CPU")
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-        assert choose_precision(config, CUDA, SINGLE_PROCESS, {}) == ("fp32", "the GPU does not have bf16")
+        assert choose_precision(config, CUDA, SINGLE_PROCESS, {}) == Choice("fp32", "the GPU does not have bf16")
 
     @pytest.mark.usefixtures("gpu")
     def test_a_resumed_run_keeps_its_precision_unless_another_one_is_requested(self) -> None:
         saved = {"training.precision": "bf16-pure"}
-        assert choose_precision(make_config(), CUDA, SINGLE_PROCESS, saved) == ("bf16-pure", "as in the checkpoint")
+        assert choose_precision(make_config(), CUDA, SINGLE_PROCESS, saved) == Choice(
+            "bf16-pure", "as in the checkpoint"
+        )
         config = make_config(**{"training.precision": "fp32"})
-        assert choose_precision(config, CUDA, SINGLE_PROCESS, saved) == ("fp32", "as requested")
+        assert choose_precision(config, CUDA, SINGLE_PROCESS, saved) == Choice("fp32", "as requested")
 
     def test_a_run_resumes_in_the_precision_of_its_checkpoint(self, torchstone: Command, settings: Settings) -> None:
         values = settings(training__max_steps=2, observe__console="lines")
@@ -75,7 +79,7 @@ class TestPrecision:
 class TestCompile:
     def test_blocks_are_compiled_on_a_gpu_only(self) -> None:
         assert choose_compile(AUTO, CUDA).value == "block"
-        assert choose_compile(AUTO, CPU) == ("none", "on a CPU")
+        assert choose_compile(AUTO, CPU) == Choice("none", "on a CPU")
         assert choose_recompute(AUTO, "block").value == "elementwise"
         assert choose_recompute(AUTO, "none").value == "none"
 
@@ -88,11 +92,11 @@ class TestCompile:
         ],
     )
     def test_it_is_left_out_with_the_reason(self, changes: dict[str, Any], reason: str) -> None:
-        assert choose_compile(replace(AUTO, **changes), CUDA) == ("none", reason)
+        assert choose_compile(replace(AUTO, **changes), CUDA) == Choice("none", reason)
 
     def test_it_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(execution_module, "find_spec", lambda name: None)
-        assert choose_compile(AUTO, CUDA) == ("none", "triton is not installed")
+        assert choose_compile(AUTO, CUDA) == Choice("none", "triton is not installed")
 
     @pytest.mark.parametrize("changes", [{"run_flops": MIN_FLOPS_TO_COMPILE}, {"liger": ("loss",)}, {"pp": 2}])
     def test_it_is_not_left_out_without_a_reason(self, changes: dict[str, Any]) -> None:
@@ -100,8 +104,8 @@ class TestCompile:
 
     def test_a_request_is_a_request(self) -> None:
         requested = replace(AUTO, compile="whole", recompute="full", run_flops=1.0)
-        assert choose_compile(requested, CPU) == ("whole", "as requested")
-        assert choose_recompute(requested, "none") == ("full", "as requested")
+        assert choose_compile(requested, CPU) == Choice("whole", "as requested")
+        assert choose_recompute(requested, "none") == Choice("full", "as requested")
 
 
 class TestSlowChoices:
@@ -187,6 +191,44 @@ class TestWhereItIsShown:
         assert json.loads(out)["model"]["compile"]
         assert re.search(f"this run would be refused: .*{re.escape(message)}", err), err
 
+    def test_print_config_of_a_worker_and_of_several_nodes(
+        self, torchstone: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They know, or nobody knows yet, how many processes there are."""
+        arguments = (*flags(settings()), "--parallel.tp", "2", "--print-config")
+        assert "do not fit 1 process" in torchstone("train", *arguments)[2]
+        nodes = ("--nnodes", "2", "--nproc", "1", "--node-rank", "0", "--rdzv-endpoint", "localhost:29500")
+        assert torchstone("train", *arguments, *nodes)[2].startswith("auto on cpu: ")
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_PORT", "29512")
+        assert torchstone("train", *arguments)[2].startswith("auto on cpu: ")
+
+    def test_print_config_of_a_new_run_from_an_older_one(
+        self, torchstone: Command, settings: Settings, tmp_path: Path
+    ) -> None:
+        api.train(None, settings(training__max_steps=1))
+        values = {key: value for key, value in settings().items() if not key.startswith("model.")}
+        values |= {"model.path": str(tmp_path / "run"), "output_dir": str(tmp_path / "next")}
+        assert torchstone("train", *flags(values), "--print-config")[2].startswith("auto on cpu: training.precision")
+
+    def test_print_config_passes_over_a_damaged_checkpoint(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(training__max_steps=2, training__precision="bf16", checkpoint__every_steps=1)
+        api.train(None, values)
+        (Path(values["output_dir"]) / "checkpoints/step-00000002/state.json").write_text("{")
+        _, _, err = torchstone("train", *flags(settings()), "--print-config")
+        assert "training.precision bf16 (as in the checkpoint)" in err
+
+    def test_print_config_of_a_folder_without_weights(
+        self, torchstone: Command, settings: Settings, llama_dir: Path, tmp_path: Path
+    ) -> None:
+        """An error without a hint."""
+        shutil.copytree(llama_dir, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+        values = {key: value for key, value in settings().items() if not key.startswith("model.")}
+        _, _, err = torchstone("train", *flags(values | {"model.path": str(tmp_path / "model")}), "--print-config")
+        assert re.search(r"this run would be refused: .*no model.safetensors", err)
+        assert "None" not in err
+
     def test_what_auto_means_is_saved_and_compared(
         self, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -205,8 +247,13 @@ class TestWhereItIsShown:
         api.train(None, settings(training__max_steps=2, **lines))
         assert "training.precision" not in capsys.readouterr().err, "it is still bf16"
         api.train(None, settings(training__max_steps=3, model__recompute="full", model__attention="eager", **lines))
-        warnings = re.findall(r"changed since .* started: (model.*)", capsys.readouterr().err)
+        warnings = re.findall(r"changed since .* was last started: (model.*)", capsys.readouterr().err)
         assert warnings == ["model.attention sdpa is now eager", "model.recompute none is now full"]
+        # The first start of a run from the checkpoint of another one.
+        checkpoint = tmp_path / "run/checkpoints/step-00000003"
+        values = settings(training__max_steps=4, model__recompute="full", **lines)
+        api.train(None, values | {"output_dir": str(tmp_path / "other"), "checkpoint.resume": str(checkpoint)})
+        assert f"changed since {checkpoint} was saved: model.attention eager is now sdpa" in capsys.readouterr().err
 
     def test_fused_projections_are_named(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
         api.train(None, settings(training__max_steps=1, model__fused="qkv,gate_up", observe__console="lines"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import resource
 
 import psutil
+import pytest
 import torch
 
 from torchstone.testing import launch_procs
+from torchstone.training import malloc
 from torchstone.training.malloc import MAX_BLOCK, keep_freed_memory
 
 CPU = torch.device("cpu")
@@ -36,6 +38,11 @@ def keep_and_give_back() -> None:
 
 
 class TestKeepFreedMemory:
+    def test_without_room_nothing_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(malloc, "process_memory", lambda: 3 * resident())
+        with keep_freed_memory(CPU):
+            assert min(allocate(MAX_BLOCK // 2) for _ in range(3)) > 0.5
+
     def test_freed_blocks_are_used_again_and_given_back_at_the_end(self) -> None:
         """In a new process: where many libraries are mapped, the heap may not be able to grow."""
         launch_procs(keep_and_give_back, 1, backend=None)

@@ -130,7 +130,7 @@ class TestKernelTimes:
             ("cpu_op", "aten::mul", 200, 50), ("python_function", "step", 0, 1000),
         ])  # fmt: skip
         times = read_trace(trace)
-        assert {kernel.name: time for kernel, time in times.times.items()} == {
+        assert {kernel.name: time for kernel, time in times.by_kernel.items()} == {
             "aten::linear": 20, "aten::addmm": 50, "aten::copy_": 30, "aten::mul": 50
         }  # fmt: skip
         assert times.busy == 150
@@ -177,14 +177,12 @@ class TestProfileOfARun:
         _, folder = self.train(settings(observe__profile="1-9", training__max_steps=2, data__validation_split=0.2))
         assert sorted(path.name for path in (folder / "profile").iterdir()) == ["steps-1-2.json.gz", "steps-1-2.txt"]
         log = (folder / "logs/rank-0.log").read_text()
-        assert re.search(
-            r"profile of steps 1 to 2: [\d.]+ ms a step, with 1 validation, with 1 save$", log, re.MULTILINE
-        )
-        assert "WARNING | steps 3 to 9 were not profiled: the run ended before" in log
+        assert re.search(r"profile of steps 1 to 2: [\d.]+ ms a step, with 1 validation and 1 save$", log, re.MULTILINE)
+        assert "WARNING | steps 3 to 9 were not profiled: the run ended before them" in log
 
     def test_matrix_products_of_muon_are_the_optimizers(self, settings: Settings) -> None:
         _, folder = self.train(settings(observe__profile="2-3", optim__name="muon"))
-        times = read_trace(folder / "profile/steps-2-3.json.gz").times
+        times = read_trace(folder / "profile/steps-2-3.json.gz").by_kernel
         assert any(kernel.kind == "optimizer" and "addmm" in kernel.name for kernel in times)
 
     def test_a_run_that_ends_before_says_so(self, settings: Settings) -> None:
@@ -215,7 +213,7 @@ class TestProfileOfARun:
         code, out, _ = run_main(cli.main, "torchstone", "train", "--debug", "--profile", "10-12", "--print-config")
         assert (code, json.loads(out)["observe"]["profile"]) == (0, "10-12")
         assert load_config(overrides=settings(observe__profile=3)).observe.profile == "3"
-        for text in ("0", "12-10", "3:5", "all"):
+        for text in ("0", "0-3", "12-10", "3:5", "all", 3.5, True):
             with pytest.raises(UsageError, match=re.escape(f"observe.profile '{text}' is neither")):
                 api.train(overrides=settings(observe__profile=text))
 

@@ -514,7 +514,7 @@ class TestMemory:
             ),
             (
                 "torchstone.training.setup.build_new_model",
-                "the model",
+                "loading the model",
                 RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3145728 bytes. Error"),
             ),
         ],
@@ -527,7 +527,7 @@ class TestMemory:
             raise error
 
         monkeypatch.setattr(function, fail)
-        with pytest.raises(OutOfMemoryError, match=f"{activity} does not fit on cpu") as caught:
+        with pytest.raises(OutOfMemoryError, match=f"out of memory on cpu while {activity}: ") as caught:
             train(settings())
         assert caught.value.exit_code == 4
         assert caught.value.message.endswith(
@@ -729,6 +729,8 @@ class TestPrecision:
 def test_a_callback_with_a_hook_that_is_never_called_is_an_error(settings: Settings) -> None:
     with pytest.raises(TypeError, match="Misspelled.on_step_end would never be called: the hooks are on_start, "):
         type("Misspelled", (Callback,), {"on_step_end": lambda self: None})
+    # No hook: a constant, and what another base class wants to know.
+    type("Mixed", (Callback,), {"on_gpu": True})
     with pytest.raises(UsageError, match="callbacks has <class"):
         api.train(overrides=settings(), callbacks=[Callback])
 
@@ -739,6 +741,7 @@ def test_the_reason_of_a_callback_is_shown(settings: Settings, capsys: pytest.Ca
             if metrics["step"] == 2:
                 run.stop("enough")
 
-    result = api.train(overrides=settings(observe__console="lines"), callbacks=[Stop()])
+    # An iterator is read once.
+    result = api.train(overrides=settings(observe__console="lines"), callbacks=iter([Stop()]))  # type: ignore[arg-type]
     assert (result.step, result.stopped) == (2, "enough")
     assert "stopped after step 2: enough" in capsys.readouterr().err

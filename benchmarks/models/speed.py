@@ -104,7 +104,7 @@ def measure(arm: Arm, options: argparse.Namespace) -> dict[str, object]:
         losses.append(result.loss)
     median = statistics.median(seconds[3:])
     return {
-        "notes": model.notes,
+        "notes": [f"{key} {choice}" for key, choice in model.choices.items()] + model.notes,
         "tok_s": round(options.rows * options.length / median),
         "step_s": round(median, 4),
         "first_step_s": round(seconds[0], 1),

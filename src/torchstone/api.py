@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +66,7 @@ from torchstone.parallel.build import stage_layer_ranges
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.mesh import (
     SINGLE_PROCESS,
+    ParallelDims,
     init_distributed,
     is_distributed,
     local_rank,
@@ -125,6 +126,7 @@ def train(
 
 
 def train_with_config(config: Config, callbacks: Sequence[Callback] = ()) -> TrainResult:
+    callbacks = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UsageError(f"callbacks has {callback!r}", "pass instances of torchstone.Callback, such as [Mine()]")
@@ -151,12 +153,8 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
         console = stack.enter_context(run_folder.open_console(config, ctx, device))
-        with translate_out_of_memory("the model", device):
+        with translate_out_of_memory("loading the model", device):
             run = build_run(config, console, device, ctx)
-        if ctx.is_main and run.progress.step > 0:
-            assert run.checkpoint is not None
-            old = read_state(run.checkpoint).get("resolved", {})
-            run_folder.warn_about_changes(config, old, run.checkpoint_info["resolved"], console)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
             reason = stopped or f"to continue it, set a later end: {_later_end(config.training, step)}"
@@ -200,23 +198,31 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
     stage_layer_ranges(decoder_config, dims, config.parallel)
 
 
-def describe_defaults(config: Config, world_size: int = 1) -> str:
-    """What the settings that are `auto` mean here for this run, if it is not short, or why it would be refused."""
+def describe_defaults(config: Config, world_size: int | None = 1) -> str:
+    """What the settings that are `auto` mean here for this run, if it is not short, or why its model would be refused.
+
+    `world_size`: None if it is not known.
+    """
     later = "what auto means is decided when the run starts"
-    checkpoint = _resumed_checkpoint(config)
+    checkpoint, identity = _resumed_checkpoint(config)
     path = checkpoint or (None if config.model.path is None else Path(config.model.path))
+    if path is not None and (checkpoints := list_checkpoints(path / CHECKPOINTS)):
+        path = checkpoints[-1][1]
     if path is not None and not is_model_folder(path):
         return f"{later}: {path} is not a model folder here"
     try:
         device = select_device(config.system)
     except TorchstoneError as error:
         return f"{later}: {error.message}"
+    parallel = config.parallel
     try:
-        ctx = replace(SINGLE_PROCESS, dims=resolve_dims(config.parallel, world_size))
-        state = {} if checkpoint is None else read_state(checkpoint)
-        precision = choose_precision(config, device, ctx, state.get("identity", {}))
-        execution = execution_options(with_precision(config, precision), ctx, device)
-        dtype = COMPUTE_DTYPE[precision.value]
+        dims = ParallelDims(tp=parallel.tp, pp=parallel.pp)
+        if world_size is not None:
+            dims = resolve_dims(parallel, world_size)
+        ctx = replace(SINGLE_PROCESS, dims=dims)
+        precision = choose_precision(config, device, ctx, identity)
+        config = with_precision(config, precision)
+        execution, dtype = execution_options(config, ctx, device), COMPUTE_DTYPE[precision.value]
         if path is None:
             hf_config = build_sized_hf_config(config.model, vocab_size=8, context_length=8)
             choices = check_new_model(hf_config, device, dtype, execution)
@@ -225,24 +231,29 @@ def describe_defaults(config: Config, world_size: int = 1) -> str:
             choices = check_model_folder(path, device, dtype, execution)
             parameters = stored_parameter_count(path)
     except TorchstoneError as error:
-        return f"on {device} this run would be refused: {error.message}; {error.hint}"
+        return f"on {device} this run would be refused: {_one_line(error)}"
     choices = {"training.precision": precision} | choices
-    texts = [f"{key} {choice}" for key, choice in choices.items() if not choice.reason.startswith(AS_REQUESTED)]
+    texts = [f"{key} {choice}" for key, choice in choices.items() if choice.reason != AS_REQUESTED]
     try:
-        check_state_memory(with_precision(config, precision), parameters, device, ctx)
+        if world_size is not None:
+            check_state_memory(config, parameters, device, ctx)
     except TorchstoneError as error:
-        texts.append(f"this run would be refused: {error.message}")
-    return f"auto on {device}: {'; '.join(texts)}"
+        texts.append(f"this run would be refused: {_one_line(error)}")
+    return f"auto on {device}: {'; '.join(texts) or 'nothing'}"
 
 
-def _resumed_checkpoint(config: Config) -> Path | None:
-    """The newest checkpoint of the run, or the one that checkpoint.resume names; not verified."""
-    resume, checkpoints = config.checkpoint.resume, list_checkpoints(Path(config.output_dir) / CHECKPOINTS)
-    if resume == "never":
-        return None
-    if checkpoints:
-        return checkpoints[-1][1]
-    return None if resume == "auto" else Path(resume)
+def _one_line(error: TorchstoneError) -> str:
+    return "; ".join(text for text in (error.message, error.hint) if text)
+
+
+def _resumed_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that the run would resume, if there is one, and its identity. Its files are not verified."""
+    resume, folders = config.checkpoint.resume, list_checkpoints(Path(config.output_dir) / CHECKPOINTS)
+    candidates = [folder for _, folder in reversed(folders)] or ([] if resume == "auto" else [Path(resume)])
+    for folder in candidates if resume != "never" else ():
+        with suppress(TorchstoneError):
+            return folder, read_state(folder).get("identity", {})
+    return None, {}
 
 
 def download_with_config(config: Config, weights: bool = False) -> Config:
@@ -386,7 +397,7 @@ def evaluate(
     check_model_folder(folder, torch_device, torch.float32, execution)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
     path = _data_path(data, config.data.cache_dir, console)
-    with translate_out_of_memory("the evaluation", torch_device):
+    with translate_out_of_memory("evaluating", torch_device):
         model = load_model(folder, torch_device, execution=execution)
         for warning in model.warnings:
             console.warn(warning)
@@ -533,7 +544,7 @@ def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[M
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, Console().warn)
     if for_chat:
         _check_chat(folder, config, tokenizer)
-    with translate_out_of_memory("the model", device):
+    with translate_out_of_memory("loading the model", device):
         model = load_model(folder, device, execution=execution)
     for warning in model.warnings:
         Console().warn(warning)

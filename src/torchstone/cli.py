@@ -240,12 +240,14 @@ class Commands:
                 raise UsageError(error.message, hint) from None
             raise
         if print_config:
+            # For a worker, plan_launch sets WORLD_SIZE.
+            environment = dict(os.environ)
+            plan = plan_launch(options, resolved.system, environment, max_restarts)
+            world_size = int(environment.get("WORLD_SIZE", 1)) if plan is None else plan.world_size
             _print_json(to_dict(resolved))
             from torchstone import api
 
-            plan = plan_launch(options, resolved.system, dict(os.environ), max_restarts)
-            world_size = None if plan is None else plan.world_size
-            heartbeat.print_line(api.describe_defaults(resolved, world_size or 1))
+            heartbeat.print_line(api.describe_defaults(resolved, world_size))
             return
         plan = plan_launch(options, resolved.system, os.environ, max_restarts)
         if plan is not None:

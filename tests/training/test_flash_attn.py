@@ -30,6 +30,7 @@ from torchstone.models.attention import (
     choose_backend,
     load_kernel,
 )
+from torchstone.models.choice import Choice
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.flash_attention_4 import flash_attention, flash_attention_backward
 
@@ -145,7 +146,7 @@ class TestChoice:
 
     def test_sdpa_becomes_eager_for_a_soft_cap_with_the_reason(self) -> None:
         choice = choose_backend("sdpa", False, None, 30.0, 64, CPU, FP32)
-        assert choice == ("eager", "sdpa was requested, but it has no soft cap, which this model needs")
+        assert choice == Choice("eager", "sdpa was requested, but it has no soft cap, which this model needs")
 
     @pytest.mark.parametrize("requested", ["flash", "flex", "flash-attn", "fa3", "fa4"])
     def test_a_backend_that_cannot_run_is_refused_with_those_that_can(self, requested: str) -> None:

@@ -31,21 +31,17 @@ from torchstone.models.execution import (
     check_compiler,
     check_fallback_execution,
     choose_attention,
-    choose_compile,
-    choose_fused,
-    choose_loss,
-    choose_recompute,
 )
 from torchstone.models.fallback.probing import PACKING_METHODS
 from torchstone.models.families import FAMILIES, Family, dropout_warning, family_of
 from torchstone.models.fp8 import check_fp8
-from torchstone.models.liger import choose_liger
 from torchstone.models.model import (
     GENERATION_CONFIG,
     MEAN_CHUNK,
     FallbackModel,
     Model,
     NativeModel,
+    choose_execution,
     mean_embedding,
     padded_vocab_size,
     resize_warning,
@@ -246,8 +242,7 @@ def _load_native(
         decoders[0],
         hf_config,
         generation_config.read_bytes() if generation_config.is_file() else None,
-        {"model.attention": choice},
-        list(builder.notes),
+        notes=list(builder.notes),
         warnings=warnings + _misspelled_keys(hf_config),
         family=family,
         decoders=decoders,
@@ -266,19 +261,12 @@ def _check_head_copies(files: WeightFiles, decoders: Sequence[Decoder]) -> None:
 def _check_native_execution(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
 ) -> dict[str, Choice]:
-    attention, compile_ = choose_attention(config, execution, device, dtype), choose_compile(execution, device)
-    choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
-    if compile_.value != "none":
+    choices = choose_execution(config, execution, device, dtype).choices
+    if choices["model.compile"].value != "none":
         check_compiler(device)
     if execution.fp8 is not None:
         check_fp8(execution.fp8, device)
-    return {
-        "model.attention": attention,
-        "model.loss": choose_loss(config, execution, device, dtype)[0],
-        "model.recompute": choose_recompute(execution, compile_.value),
-        "model.compile": compile_,
-        "model.fused": choose_fused(execution),
-    }
+    return choices
 
 
 def _remote_code_class(hf_config: dict[str, Any]) -> str | None:

@@ -393,7 +393,7 @@ def _build(settings: dict[str, Setting]) -> Config:
 def _convert(value: Any, annotation: Any, key: str) -> Any:
     """Converts `value`, from a file or a command line, to the type of the field; raises UsageError if it cannot."""
     origin = get_origin(annotation)
-    if annotation == StepsText and isinstance(value, int) and not isinstance(value, bool):
+    if annotation == StepsText and isinstance(value, int | float):
         return str(value)
     if annotation == PathText:
         if not (name := _convert_plain(value, str, key)).strip():
@@ -415,7 +415,10 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         if str(value) not in choices:
             # In the words of YAML and JSON: true, null.
             text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
-            similar = _did_you_mean("none" if value in (False, None) else str(value), choices)
+            is_off = value is None or value is False
+            similar = (
+                "" if is_off and "none" not in choices else _did_you_mean("none" if is_off else str(value), choices)
+            )
             raise UsageError(f"{key} cannot be {text}", f"{similar}use one of {', '.join(choices)}")
         return str(value)
     if origin is tuple:

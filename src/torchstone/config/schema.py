@@ -489,7 +489,7 @@ def parse_steps(text: str) -> tuple[int | None, int] | None:
     if match is None:
         return None
     first, last = int(match[1]) if match[1] else None, int(match[2])
-    return (first, last) if 1 <= (first or 1) <= last else None
+    return (first, last) if 1 <= (1 if first is None else first) <= last else None
 
 
 def resolve_save_minutes(checkpoint: CheckpointConfig) -> float | None:

@@ -10,6 +10,7 @@ AS_REQUESTED = "as requested"
 class Choice(NamedTuple):
     value: Any
     reason: str
+    detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.value} ({self.reason})"
+        return f"{self.value} ({self.reason}{', ' if self.detail else ''}{self.detail})"

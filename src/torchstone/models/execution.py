@@ -12,9 +12,8 @@ Compilation (`model.compile`), always with fullgraph=True, so that a graph break
 
 A graph is for rows of any length, from the first step on, unless all rows have one length; so a run compiles one graph
 for each kind of layer and one for the last norm, with and without gradients, and none after its first step or
-validation. What else could differ
-between batches does not: the number of rows has at most two values (data/collate.py pads to them), and kernels get the
-run's bound on the length of a document.
+validation. What else could differ between batches does not: the number of rows has at most two values (data/collate.py
+pads to them), and kernels get the run's bound on the length of a document.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def choose_loss(
     chunk_tokens = CPU_CHUNK_TOKENS
     if gpu_memory is not None:
         chunk_tokens = choose_chunk_tokens(-(-config.vocab_size // execution.tp), dtype.itemsize, gpu_memory)
-    return Choice("chunked", f"{reason}, {chunk_tokens} tokens at a time"), chunk_tokens
+    return Choice("chunked", reason, f"{chunk_tokens} tokens at a time"), chunk_tokens
 
 
 def apply_chunked_loss(decoder: Decoder, chunk_tokens: int) -> None:

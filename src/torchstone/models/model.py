@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torchstone.models.execution import (
     apply_activation_checkpointing,
     apply_chunked_loss,
     check_fallback_execution,
+    choose_attention,
     choose_compile,
     choose_fused,
     choose_loss,
@@ -33,7 +34,7 @@ from torchstone.models.execution import (
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES, Family
 from torchstone.models.generate import TokenCallback, generate
-from torchstone.models.liger import apply_liger, apply_liger_to_fallback, choose_liger
+from torchstone.models.liger import LigerChoice, apply_liger, apply_liger_to_fallback, choose_liger
 from torchstone.models.master_weights import MasterWeights
 from torchstone.models.sizing import describe, parameter_count
 
@@ -251,21 +252,12 @@ class NativeModel(Model):
 
     def apply_execution(self, execution: ExecutionOptions) -> None:
         parameter = next(self.module.parameters())
-        config, device, dtype = self.module.config, parameter.device, self.module.compute_dtype or parameter.dtype
-        compile_ = choose_compile(execution, device)
-        recompute = choose_recompute(execution, compile_.value)
-        liger = choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
-        loss, self.chunk_tokens = Choice("liger", AS_REQUESTED), None
-        if "loss" not in liger.kernels:
-            loss, self.chunk_tokens = choose_loss(config, execution, device, dtype)
-        self.choices |= {
-            "model.loss": loss,
-            "model.recompute": recompute,
-            "model.compile": compile_,
-            "model.fused": choose_fused(execution),
-        }
-        self.notes += liger.notes
-        if execution.fp8 is not None and compile_.value == "none":
+        dtype = self.module.compute_dtype or parameter.dtype
+        plan = choose_execution(self.module.config, execution, parameter.device, dtype)
+        self.choices, self.chunk_tokens = plan.choices, plan.chunk_tokens
+        self.notes += plan.liger.notes
+        recompute, compile_ = plan.choices["model.recompute"].value, plan.choices["model.compile"].value
+        if execution.fp8 is not None and compile_ == "none":
             self.warnings.append(
                 "FP8 without model.compile is slower than bf16: every cast is a kernel of its own; add --model.compile "
                 "block"
@@ -274,9 +266,9 @@ class NativeModel(Model):
         for part in self.model_parts:
             if self.chunk_tokens is not None:
                 apply_chunked_loss(part, self.chunk_tokens)
-            apply_liger(part, liger.kernels)
-            apply_activation_checkpointing(part, recompute.value)
-            compile_decoder(part, compile_.value, has_fixed_length=execution.has_fixed_length, options=options)
+            apply_liger(part, plan.liger.kernels)
+            apply_activation_checkpointing(part, recompute)
+            compile_decoder(part, compile_, has_fixed_length=execution.has_fixed_length, options=options)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return generate(self.module, *args, **kwargs)
@@ -346,6 +338,34 @@ class FallbackModel(Model):
     def _set_special_id(self, key: str, value: int) -> None:
         super()._set_special_id(key, value)
         setattr(self.module.hf.config, key, value)
+
+
+class ExecutionPlan(NamedTuple):
+    """How a native model runs on a device. `choices` are by config key."""
+
+    choices: dict[str, Choice]
+    # Of the chunked loss.
+    chunk_tokens: int | None
+    liger: LigerChoice
+
+
+def choose_execution(
+    config: DecoderConfig, execution: ExecutionOptions, device: torch.device, dtype: torch.dtype
+) -> ExecutionPlan:
+    """What the settings that may be `auto` are. Raises UsageError for what cannot run."""
+    attention, compile_ = choose_attention(config, execution, device, dtype), choose_compile(execution, device)
+    liger = choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
+    loss, chunk_tokens = Choice("liger", AS_REQUESTED), None
+    if "loss" not in liger.kernels:
+        loss, chunk_tokens = choose_loss(config, execution, device, dtype)
+    choices = {
+        "model.attention": attention,
+        "model.loss": loss,
+        "model.recompute": choose_recompute(execution, compile_.value),
+        "model.compile": compile_,
+        "model.fused": choose_fused(execution),
+    }
+    return ExecutionPlan(choices, chunk_tokens, liger)
 
 
 def padded_vocab_size(tokenizer_size: int) -> int:

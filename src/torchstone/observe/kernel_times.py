@@ -58,12 +58,12 @@ class Kernel(NamedTuple):
 class KernelTimes:
     """Microseconds of each kernel, how often it ran, and the microseconds in which at least one of them ran."""
 
-    times: dict[Kernel, float]
+    by_kernel: dict[Kernel, float]
     counts: Counter[Kernel]
     busy: float
 
     def by_kind(self) -> dict[str, float]:
-        return {kind: sum(t for kernel, t in self.times.items() if kernel.kind == kind) for kind in KINDS}
+        return {kind: sum(t for kernel, t in self.by_kernel.items() if kernel.kind == kind) for kind in KINDS}
 
 
 def read_trace(path: Path) -> KernelTimes:
@@ -72,12 +72,12 @@ def read_trace(path: Path) -> KernelTimes:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES]
     operations = kernels or _without_children([event for event in events if event.get("cat") == "cpu_op"])
-    launches = {event["args"]["correlation"]: event for event in events if event.get("cat") in LAUNCH_CATEGORIES}
+    launches = {_correlation(event): event for event in events if event.get("cat") in LAUNCH_CATEGORIES}
     ranges = [event for event in events if (event.get("cat"), event["name"]) == ("user_annotation", OPTIMIZER_RANGE)]
     times: dict[Kernel, float] = {}
     counts = Counter[Kernel]()
     for event in operations:
-        start = launches.get(event.get("args", {}).get("correlation")) if kernels else event
+        start = launches.get(_correlation(event)) if kernels else event
         kind = kernel_kind(event["name"])
         if kind != "communication" and start is not None and any(_is_within(start, outer) for outer in ranges):
             kind = "optimizer"
@@ -85,6 +85,11 @@ def read_trace(path: Path) -> KernelTimes:
         times[kernel] = times.get(kernel, 0.0) + event["dur"]
         counts[kernel] += 1
     return KernelTimes(times, counts, _union(operations))
+
+
+def _correlation(event: dict[str, Any]) -> int | None:
+    """What a kernel and its launch have in common."""
+    return event.get("args", {}).get("correlation")
 
 
 def _is_within(event: dict[str, Any], outer: dict[str, Any]) -> bool:
@@ -134,6 +139,6 @@ def kernel_table(times: KernelTimes, first: int, last: int, seconds: float, extr
     for kind, ms, count in [*rows, ("idle", idle, 0.0)]:
         lines.append(f"{kind:<16}{ms:>10.2f}{100 * ms / step_ms:>8.1f} %{count:>10.0f}".rstrip())
     lines.append("kernels with the most time:")
-    for kernel, time in sorted(times.times.items(), key=lambda item: -item[1])[:TOP_KERNELS]:
+    for kernel, time in sorted(times.by_kernel.items(), key=lambda item: -item[1])[:TOP_KERNELS]:
         lines.append(f"{time / 1e3 / steps:>10.2f} ms  {kernel.kind:<14}{kernel.name[:100]}")
     return "\n".join(lines)

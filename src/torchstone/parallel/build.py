@@ -198,8 +198,7 @@ def build_new_model(
     decoders = builder.build_decoders(config, choice.value, execution.fused, execution.fp8)
     # Drawing a tensor takes one core.
     fill_parameters(decoders, InitialTensors(config, std, seed), min(MAX_THREADS, torch.get_num_threads()))
-    choices = {"model.attention": choice}
-    model = NativeModel(decoders[0], hf_config, None, choices, list(builder.notes), family=family, decoders=decoders)
+    model = NativeModel(decoders[0], hf_config, notes=list(builder.notes), family=family, decoders=decoders)
     model.apply_execution(execution)
     return model
 

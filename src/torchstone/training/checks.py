@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,8 @@ from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
 SMALLER_HINT = (
-    "use a smaller training.batch_size or max_tokens_per_gpu (training.global_batch_size keeps the size of a step), "
-    "data.context_length or model; --model.recompute full and --model.loss chunked need less too"
+    "use a smaller training.batch_size or, for packed conversations, max_tokens_per_gpu (training.global_batch_size "
+    "keeps the size of a step), --model.recompute full, --model.loss chunked, a smaller data.context_length or model"
 )
 # With bf16 weights and moments.
 SMALLER_PRECISION = {"fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
@@ -70,11 +71,7 @@ def merge_names(runner: Runner, own: list[str]) -> list[str]:
 
 def check_memory(needed: int, parameters: int, device: torch.device, hint: str) -> None:
     """Raises if this rank's device has less memory than `needed` bytes, the least for `parameters` parameters."""
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    else:
-        # The ranks of a machine share its memory.
-        memory = _host_memory() // max(1, read_int_variable("LOCAL_WORLD_SIZE", 1))
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else process_memory()
     if needed > memory:
         raise OutOfMemoryError(
             f"{parameters / 1e9:.2f}B parameters need at least {needed / 2**30:,.1f} GiB per process, "
@@ -83,13 +80,15 @@ def check_memory(needed: int, parameters: int, device: torch.device, hint: str) 
         )
 
 
-def _host_memory() -> int:
-    """The memory and swap of this machine, or the limit of its container."""
+def process_memory() -> int:
+    """What a process may have of the memory and swap of this machine, or of its container; its ranks share them."""
     total = psutil.virtual_memory().total + psutil.swap_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = Path(path).read_text().strip() if Path(path).is_file() else ""
         total = min(total, int(limit)) if limit.isdecimal() else total
-    return total
+    total //= max(1, read_int_variable("LOCAL_WORLD_SIZE", 1))
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return total if address_space == resource.RLIM_INFINITY else min(total, address_space)
 
 
 @contextmanager
@@ -105,4 +104,5 @@ def translate_out_of_memory(
         reason = next(iter(str(error).splitlines()), "out of memory")
         if allocated := re.search(r"tried to allocate (\d+) bytes", reason):
             reason = f"{int(allocated[1]) / 2**20:,.0f} MiB more cannot be allocated"
-        raise OutOfMemoryError(f"{activity or current_phase()} does not fit on {device}: {reason}", hint()) from None
+        activity = activity or current_phase()
+        raise OutOfMemoryError(f"out of memory on {device} while {activity}: {reason}", hint()) from None

@@ -11,7 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -45,13 +45,14 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
     was started, unless something needs them at once.
     """
     progress, schedule, first_step = run.progress, run.schedule, run.progress.step + 1
-    with _training_session(run, callbacks) as metrics_file:
+    with ExitStack() as stack, _training_session(run, callbacks) as metrics_file:
         log = StepLog(run, callbacks, metrics_file)
         # A signal interrupted the validation of this step: repeat it.
         if progress.pending_metrics is not None:
             log.metrics, progress.pending_metrics = progress.pending_metrics, None
             _validate_log_save(run, log)
         run.sync_stop_request()
+        report_phase(f"waiting for the batch of step {first_step}")
         log.restart_clock()
         for batch in run.data.batches(
             run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp,
@@ -71,6 +72,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
                 log.read()
                 if is_first:
                     _log_startup(run)
+                    stack.enter_context(keep_freed_memory(run.device))
                 _validate_log_save(run, log)
                 log.restart_clock()
             if is_due:
@@ -135,7 +137,6 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
         with (
             handle_stop_signals(run.stop_request),
             translate_out_of_memory(None, run.device, hint),
-            keep_freed_memory(run.device),
         ):
             yield metrics_file
     finally:

@@ -65,10 +65,12 @@ class StepProfiler(Callback):
             if self.run.progress.step >= self.first:
                 try:
                     self._write(self._profiler, min(self.run.progress.step, self.last), seconds)
-                except OSError as error:
+                except (OSError, ValueError, LookupError) as error:
                     self.run.console.warn(f"the profile could not be written: {error}")
                 return
-        self.run.console.warn(f"steps {self.first} to {self.last} were not profiled: the run had none of them")
+        self.run.console.warn(
+            f"steps {self.first} to {self.last} were not profiled: this process had none of them"
+        )
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -88,10 +90,11 @@ class StepProfiler(Callback):
         folder.mkdir(exist_ok=True)
         trace = folder / f"steps-{first}-{last}.json.gz"
         profiler.export_chrome_trace(str(trace))
-        extra = "".join(f", with {count} {what}{'s' * (count > 1)}" for what, count in self._extra.items() if count)
+        extras = [f"{count} {what}{'s' * (count > 1)}" for what, count in self._extra.items() if count]
+        extra = f", with {' and '.join(extras)}" if extras else ""
         table = kernel_table(read_trace(trace), first, last, seconds, extra)
         write_text(trace.with_name(f"steps-{first}-{last}.txt"), f"{table}\n")
         self.run.console.info(table)
         if last < self.last:
-            self.run.console.warn(f"steps {last + 1} to {self.last} were not profiled: the run ended before")
+            self.run.console.warn(f"steps {last + 1} to {self.last} were not profiled: the run ended before them")
         self.run.console.info(f"trace for https://ui.perfetto.dev or chrome://tracing: {trace}")

@@ -115,8 +115,10 @@ class Run:
 class Callback:
     """Override what you need. Callbacks run on every rank; `run.stop(reason)` ends the run after the current step."""
 
-    def __init_subclass__(cls) -> None:
-        unknown = [name for name in vars(cls) if name.startswith("on_") and not hasattr(Callback, name)]
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        functions = [name for name, value in vars(cls).items() if name.startswith("on_") and callable(value)]
+        unknown = [name for name in functions if not hasattr(Callback, name)]
         if unknown:
             hooks = ", ".join(name for name in vars(Callback) if name.startswith("on_"))
             raise TypeError(f"{cls.__name__}.{unknown[0]} would never be called: the hooks are {hooks}")

@@ -101,7 +101,7 @@ def _may_be_complete(config: Config) -> bool:
 
 
 def warn_about_changes(
-    config: Config, old_resolved: dict[str, Any], resolved: dict[str, Any], console: Console
+    config: Config, checkpoint: Path, old_resolved: dict[str, Any], resolved: dict[str, Any], console: Console
 ) -> None:
     """Warns about settings that changed since the run started. A damaged config.json is no error: nothing needs it.
 
@@ -120,7 +120,8 @@ def warn_about_changes(
     for line in _differences(old, new):
         # These do not change the run.
         if not line.startswith(("observe", "preset_batch_keys")):
-            console.warn(f"changed since {config.output_dir} started: {line}")
+            since = f"{config.output_dir} was last started" if path.exists() else f"{checkpoint} was saved"
+            console.warn(f"changed since {since}: {line}")
 
 
 def save_config(config: Config, console: Console) -> None:
@@ -168,6 +169,6 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
     if changes:
         raise CheckpointError(
             f"{checkpoint} was saved by a run with other settings: {'; '.join(changes)}",
-            "use those of the run to resume it; to continue from its weights in a new run: "
+            "use the settings of the run to resume it; to continue from its weights in a new run: "
             f"--model.path {checkpoint} --output-dir NEW",
         )

@@ -63,7 +63,7 @@ from torchstone.training.defaults import (
 from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import mark_best_checkpoint
 from torchstone.training.run import Run
-from torchstone.training.run_folder import check_identity, run_identity
+from torchstone.training.run_folder import check_identity, run_identity, warn_about_changes
 from torchstone.training.sample_text import choose_prompts
 from torchstone.training.schedule import check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
@@ -101,8 +101,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length, run_flops=flops)
     builder = model_builder(config, ctx, device)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console)
-    choices = {"training.precision": precision} | model.choices
-    console.info("; ".join([*describe_choices(choices), *model.notes]))
+    model.choices = {"training.precision": precision} | model.choices
+    console.info("; ".join([*describe_choices(model.choices), *model.notes]))
     runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
     optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
@@ -120,10 +120,11 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         console.warn(warning)
     info = _checkpoint_info(config, model, data, model_folder) | {
         "identity": identity,
-        "resolved": {key: choice.value for key, choice in choices.items()},
         # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
         "metrics_start": state.get("metrics_start", 0) if _is_own(checkpoint, config) else progress.last_logged_step,
     }
+    if checkpoint is not None and ctx.is_main:
+        warn_about_changes(requested, checkpoint, state.get("resolved", {}), info["resolved"], console)
     run = Run(config, model, tokenizer, data, optimizer, runner, schedule, progress, console, info, checkpoint)
     if config.observe.sample_every_steps is not None:
         run.sample_prompts = choose_prompts(config, data, tokenizer, model)
@@ -139,7 +140,8 @@ def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: 
         "formats": data.formats,
         "padding_row": model.padding_idx,
         "implementation": model.implementation,
-        "model": model.notes,
+        "resolved": {key: choice.value for key, choice in model.choices.items()},
+        "model": [*describe_choices(model.choices), *model.notes],
         "hub": hub_names(config),
         # The dtype of exports; None for a new model.
         "source_dtype": None if model_folder is None else source_dtype(model_folder),
