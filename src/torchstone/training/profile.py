@@ -68,9 +68,7 @@ class StepProfiler(Callback):
                 except (OSError, ValueError, LookupError) as error:
                     self.run.console.warn(f"the profile could not be written: {error}")
                 return
-        self.run.console.warn(
-            f"steps {self.first} to {self.last} were not profiled: this process had none of them"
-        )
+        self.run.console.warn(f"steps {self.first} to {self.last} were not profiled: this process had none of them")
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
