@@ -134,9 +134,13 @@ def _to_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 def rotary_cos_sin(rope: Rope, head_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> CosSin:
     """cos and sin for a batch of positions, computed in fp32 and returned in `dtype`."""
     angles = positions_BT[..., None].float() * rope.inv_freq(head_dim, positions_BT)
-    angles_B1TE = torch.cat((angles, angles), dim=-1)[:, None]
-    cos, sin = angles_B1TE.cos(), angles_B1TE.sin()
-    return (cos * rope.attention_factor).to(dtype), (sin * rope.attention_factor).to(dtype)
+
+    def widen(half: Tensor) -> Tensor:
+        """The two halves of a head rotate by the same angles."""
+        half = (half if rope.attention_factor == 1.0 else half * rope.attention_factor).to(dtype)
+        return torch.cat((half, half), dim=-1)[:, None]
+
+    return widen(angles.cos()), widen(angles.sin())
 
 
 def apply_rotary(x_BHTE: Tensor, cos_sin: CosSin) -> Tensor:

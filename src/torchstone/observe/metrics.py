@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,11 @@ def memory_bytes(device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    return psutil.Process().memory_info().rss
+    return _process(os.getpid()).memory_info().rss
+
+
+# Its constructor reads files of /proc.
+_process = cache(psutil.Process)
 
 
 def _step_of(line: str) -> float:
