@@ -37,6 +37,7 @@ from precision import (
     single_process_runner,
     step_batch,
 )
+from selection import the_rest
 from steps import train_step
 from tiny_families import VOCABULARY, make_model
 from torchstone import api
@@ -195,7 +196,9 @@ class TestExecution:
     def test_selective_counts_the_matmul_of_a_gpu(self) -> None:
         assert torch.ops.aten._scaled_mm.default in _ops(*MATMULS)
 
-    @pytest.mark.parametrize("recompute", ["none", "selective"])
+    @pytest.mark.parametrize(
+        "recompute", ["elementwise", *(pytest.param(mode, marks=the_rest) for mode in ("none", "selective"))]
+    )
     def test_compiled_blocks_compute_the_same_without_a_break(self, folder: Path, recompute: Any) -> None:
         torch._dynamo.reset()
         runners = [
