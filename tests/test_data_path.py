@@ -300,8 +300,8 @@ class TestShapesOnAGPU:
         for packing in (True, False):
             config = load_config(overrides=overrides | {"data.packing": packing})
             on_cpu, on_gpu = (
-                load_data(config, tokenizer, [str(text_file)], None, Console("quiet"), pad_to_buckets=few)
-                for few in (False, True)
+                load_data(config, tokenizer, [str(text_file)], None, Console("quiet"), pad_to_buckets=pad)
+                for pad in (False, True)
             )
             assert on_gpu.shapes.has_fixed_length == packing
             last = len(on_gpu.train) - len(on_gpu.train) % 8 - 7

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torchstone.config.schema import Config
 from torchstone.models import execution as execution_module
 from torchstone.models.choice import Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
+from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.training import loop, step, step_log
 from torchstone.training.defaults import choose_precision, slow_choices
@@ -122,18 +124,19 @@ class TestSlowChoices:
     )
     def test_each_is_named_on_a_gpu(self, key: str, value: str, name: str) -> None:
         config, execution = self.options(**{key: value})
-        assert slow_choices(config, execution, CUDA) == [
+        assert slow_choices(config, execution, CUDA, is_native=True) == [
             f"{name}: the run is much slower or larger than with the defaults"
         ]
-        assert slow_choices(config, execution, CPU) == []
+        assert slow_choices(config, execution, CPU, is_native=True) == []
 
     @pytest.mark.usefixtures("gpu")
     def test_several_are_one_warning_and_others_are_none(self) -> None:
         config, execution = self.options(**{"model.compile": "none", "model.loss": "full"})
-        assert len(slow_choices(config, execution, CUDA)) == 1
-        assert slow_choices(config, replace(execution, run_flops=1.0, loss="auto"), CUDA) == []
+        assert len(slow_choices(config, execution, CUDA, is_native=True)) == 1
+        assert slow_choices(config, execution, CUDA, is_native=False) == [], "the fallback has nothing else"
+        assert slow_choices(config, replace(execution, run_flops=1.0, loss="auto"), CUDA, is_native=True) == []
         fast = {"training.precision": "bf16-pure", "model.recompute": "full", "model.compile": "whole"}
-        assert slow_choices(*self.options(**fast), CUDA) == []
+        assert slow_choices(*self.options(**fast), CUDA, is_native=True) == []
 
     @staticmethod
     def options(**values: Any) -> tuple[Config, ExecutionOptions]:
@@ -165,6 +168,15 @@ class TestWhereItIsShown:
         _, _, err = torchstone("train", *flags(values), "--print-config")
         assert "model.recompute elementwise (almost free in compiled blocks)" in err
         assert "model.compile" not in err
+
+    def test_print_config_of_the_fallback(self, torchstone: Command, settings: Settings, llama_dir: Path) -> None:
+        values = {key: value for key, value in settings().items() if not key.startswith("model.")}
+        values |= {"model.path": str(llama_dir), "model.implementation": "fallback"}
+        assert torchstone("train", *flags(values), "--print-config")[2].strip() == (
+            "auto on cpu: training.precision fp32 (on a CPU); model.loss full (the Transformers fallback computes all "
+            "logits); model.recompute none (in the Transformers fallback); model.compile none (in the Transformers "
+            "fallback)"
+        )
 
     def test_print_config_knows_the_checkpoint(self, torchstone: Command, settings: Settings) -> None:
         api.train(None, settings(training__max_steps=1, training__precision="bf16"))
@@ -295,6 +307,38 @@ class TestDelayedReading:
             assert (tmp_path / name / "checkpoints/step-00000004").is_dir()
         assert [line["step"] for line in lines["delayed"]] == [1, 2, 3, 4, 5]
         assert lines["delayed"] == lines["plain"]
+
+    @pytest.mark.parametrize("is_delayed", [False, True])
+    def test_an_error_does_not_lose_the_step_before(
+        self, is_delayed: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Fail(Callback):
+            def on_step_begin(self, run: Run, number: int) -> None:
+                if number == 4:
+                    raise ValueError("of step 4")
+
+        if is_delayed:
+            monkeypatch.setattr(loop, "StepLog", DelayedLog)
+        values = settings(training__max_steps=5)
+        with pytest.raises(ValueError, match="of step 4"):
+            api.train(None, values, callbacks=[Fail()])
+        assert [line["step"] for line in read_metrics(Path(values["output_dir"]) / "metrics.jsonl")] == [1, 2, 3]
+
+    @pytest.mark.parametrize("is_delayed", [False, True])
+    def test_the_time_of_a_step_has_no_validation_in_it(
+        self, is_delayed: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class SlowValidation(Callback):
+            def on_validation(self, run: Run, loss: float) -> None:
+                time.sleep(1.0)
+
+        if is_delayed:
+            monkeypatch.setattr(loop, "StepLog", DelayedLog)
+        values = settings(training__max_steps=4, data__validation_split=0.2, training__validate_every_steps=2)
+        api.train(None, values, callbacks=[SlowValidation()])
+        lines = read_metrics(Path(values["output_dir"]) / "metrics.jsonl")
+        assert len([line for line in lines if "val_loss" in line]) == 2
+        assert max(line["step_s"] for line in lines) < 1.0
 
     def test_a_loss_that_is_not_finite_still_ends_the_run(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch

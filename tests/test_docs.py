@@ -105,6 +105,11 @@ def test_links_point_to_files_that_exist(page: Path) -> None:
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_items_of_lists_are_on_lines_of_their_own(page: Path) -> None:
+    assert not re.search(r"\S +(\d+\.|-) \*\*", page.read_text())
+
+
 def test_every_page_has_a_block_that_runs() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "config-keys.md" or blocks(page), page.name

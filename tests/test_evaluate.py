@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 import torchstone as ts
 from tiny import make_scripted_llama, write_rows
+from torchstone import api
 from torchstone.data.tokenize import Tokenizer
-from torchstone.errors import UsageError
+from torchstone.errors import OutOfMemoryError, UsageError
 from torchstone.observe import console as console_module
 from torchstone.training import evaluate as evaluate_module
 
@@ -240,3 +241,15 @@ def test_long_work_shows_its_progress(
 def test_an_impossible_pattern_is_found_before_the_model_is_loaded() -> None:
     with pytest.raises(UsageError, match="is not a regular expression"):
         ts.evaluate("nowhere", "nothing.jsonl", extract="[")
+
+
+def test_out_of_memory_proposes_what_the_command_can_do(
+    evaluate: Evaluate, llama_dir: Path, chat_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(api, "evaluate_file", fail)
+    with pytest.raises(OutOfMemoryError) as caught:
+        evaluate(llama_dir, chat_file)
+    assert (caught.value.hint or "").startswith("use a shorter --context-length; or use a smaller model")

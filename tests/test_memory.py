@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from torchstone.checkpoint.model_folder import load_model
+from precision import single_process_runner, step_batch
+from steps import train_step
 from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
+from torchstone.data.collate import collate
+from torchstone.data.encode import TokenSequence
 from torchstone.models.decoder import DecoderConfig, LayerSpec
 from torchstone.optim.build import build_optimizer
-from torchstone.training.memory import StepSizes, estimate_step_bytes, hint_to_fit, size_flags, state_bytes
+from torchstone.parallel.projections import ShardedProjections
+from torchstone.training.memory import (
+    StepSizes,
+    accumulation_bytes,
+    estimate_step_bytes,
+    hint_to_fit,
+    size_flags,
+    state_bytes,
+)
+from torchstone.training.step import compute_gradients
 
 GIB = 2**30
 CPU = torch.device("cpu")
 LLAMA_1B = DecoderConfig(128256, 2048, 32, 8, 64, 8192, (LayerSpec(),) * 16, tied=True)
-# 8 x 4096 tokens in bf16: fp32 weights and moments, bf16 copies and gradients.
-SIZES = StepSizes(LLAMA_1B, 16, 16 * 1_235_814_400, 4096, 8, 2, "elementwise", True, 2048)
+PARAMETERS = 1_235_814_400
+# 8 x 4096 tokens in bf16: fp32 weights and moments, bf16 copies and gradients, whose sums are fp32.
+SIZES = StepSizes(LLAMA_1B, 16, 16 * PARAMETERS, 2 * PARAMETERS, False, 4096, 8, 2, "elementwise", True, 2048)
 
 
 class TestEstimate:
@@ -44,12 +59,29 @@ class TestEstimate:
         assert needed == sorted(needed)
         assert estimate_step_bytes(replace(SIZES, rows=7)) < estimate_step_bytes(SIZES)
 
-    def test_the_state_is_counted_exactly(self, llama_dir: Path) -> None:
-        model = load_model(llama_dir, CPU)
-        optimizer = build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds())
-        assert state_bytes(model, optimizer) == 4 * 4 * model.parameter_count
-        model.use_master_weights(torch.bfloat16)
-        assert state_bytes(model, optimizer) == (3 * 4 + 2 * 2) * model.parameter_count
+    def test_sums_of_gradients_need_more(self) -> None:
+        more = estimate_step_bytes(replace(SIZES, accumulates=True)) - estimate_step_bytes(SIZES)
+        assert more == 2 * PARAMETERS
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    @pytest.mark.parametrize("name", ["adamw", "muon"])
+    def test_the_state_is_counted_exactly(self, name: Any, precision: str, llama_dir: Path) -> None:
+        """In the second step of two micro-batches."""
+        runner = single_process_runner(llama_dir, CPU, precision)
+        model = runner.model
+        copies = None if model.master_weights is None else model.master_weights.copies
+        optimizer = build_optimizer(
+            model.named_parameters(), OptimConfig(name=name), model.parameter_kinds(), ShardedProjections(model), copies
+        )
+        ids = np.arange(8)
+        batch = step_batch([collate([[TokenSequence(ids, ids)]], pad_id=0)] * 2)
+        train_step(runner, optimizer, batch, 1, 1e-3, 1.0)
+        compute_gradients(runner, batch, 2)
+        tensors = [p for _, p in model.named_parameters()]
+        tensors += [p.grad for p in tensors if p.grad is not None] + list((copies or {}).values())
+        tensors += [m for state in optimizer.state.values() for key, m in state.items() if key != "step"]
+        assert state_bytes(model, optimizer) + accumulation_bytes(model) == sum(tensor.nbytes for tensor in tensors)
+        assert accumulation_bytes(model) == (2 * model.parameter_count if precision == "bf16" else 0)
 
 
 def size_flags_of(rows: int) -> str:
@@ -62,66 +94,68 @@ class TestHint:
         [
             (40, "elementwise", "use --model.recompute full, which needs about 23 of 40 GiB"),
             (
-                23,
-                "elementwise",
-                "use --model.recompute full and --training.batch_size 4 --training.global_batch_size 8, which needs "
-                "about 21 of 23 GiB; the global batch stays the same",
-            ),
-            (
-                23,
+                25,
                 "full",
-                "use --training.batch_size 4 --training.global_batch_size 8, which needs about 21 of 23 GiB; the "
+                "use --training.batch_size 4 --training.global_batch_size 8, which needs about 23 of 25 GiB; the "
                 "global batch stays the same",
             ),
             (
-                21,
+                23.5,
                 "none",
-                "even one row with --model.recompute full needs about 20 of 21 GiB: use a shorter "
-                "--data.context_length",
+                "even one row with --model.recompute full needs about 22 of 24 GiB: use a shorter "
+                "--data.context_length, such as 2048",
             ),
             (
-                16,
+                22,
                 "none",
-                "weights, gradients and moments alone need 18 of 16 GiB: use --training.precision bf16-pure, or more "
-                "GPUs (--parallel.dp_shard shards them)",
+                "even one short row with --model.recompute full needs about 22 of 22 GiB, most of it for weights, "
+                "gradients and moments: use --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards "
+                "them)",
             ),
         ],
     )
-    def test_it_names_the_first_change_that_fits(self, memory: int, recompute: str, hint: str) -> None:
+    def test_it_names_the_first_change_that_fits(self, memory: float, recompute: str, hint: str) -> None:
         sizes = replace(SIZES, recompute=recompute)
-        assert hint_to_fit(sizes, memory * GIB, size_flags_of, "bf16-pure") == hint
+        assert hint_to_fit(sizes, int(memory * GIB), size_flags_of, "bf16-pure") == hint
+
+    def test_recomputation_comes_before_fewer_rows(self) -> None:
+        """Where the state is small: fewer rows of a 1B model save less than the sum of its gradients takes."""
+        sizes = replace(SIZES, state_bytes=GIB, accumulation_bytes=0)
+        assert hint_to_fit(sizes, 4 * GIB, size_flags_of, None) == (
+            "use --model.recompute full and --training.batch_size 4 --training.global_batch_size 8, which needs about "
+            "4 of 4 GiB; the global batch stays the same"
+        )
 
     def test_weights_that_are_bf16_get_no_smaller(self) -> None:
         hint = hint_to_fit(SIZES, 16 * GIB, size_flags_of, None)
-        assert hint.endswith("GiB: use more GPUs (--parallel.dp_shard shards them)")
+        assert hint.endswith("moments: use more GPUs (--parallel.dp_shard shards them)")
 
+    @pytest.mark.parametrize("dp", [1, 2])
+    @pytest.mark.parametrize("rows", [2, 3])
     @pytest.mark.parametrize(
-        ("batch", "training", "flags"),
+        "training",
         [
-            (BatchSizes(8, 8, None), TrainingConfig(), "--training.batch_size 2 --training.global_batch_size 8"),
-            (
-                BatchSizes(50, None, 4096),
-                TrainingConfig(),
-                "--training.max_tokens_per_gpu 1024 --training.global_batch_size 50",
-            ),
-            (
-                BatchSizes(8, 8, None),
-                TrainingConfig(max_tokens_per_gpu=4096),
-                "--training.max_tokens_per_gpu 1024 --training.global_batch_size 8",
-            ),
-            (
-                BatchSizes(24, 8, None),
-                TrainingConfig(batch_size=8, grad_accum_steps=3),
-                "--training.batch_size 2 --training.grad_accum_steps 12",
-            ),
+            TrainingConfig(),
+            TrainingConfig(batch_size=5),
+            TrainingConfig(max_tokens_per_gpu=4096),
+            TrainingConfig(batch_size=8, grad_accum_steps=3),
+            TrainingConfig(batch_size=5, grad_accum_steps=1),
+            TrainingConfig(global_batch_size=6, grad_accum_steps=1),
+            TrainingConfig(global_batch_size=22, grad_accum_steps=2),
         ],
     )
     def test_the_flags_keep_the_size_of_a_step_and_can_be_followed(
-        self, batch: BatchSizes, training: TrainingConfig, flags: str
+        self, training: TrainingConfig, rows: int, dp: int
     ) -> None:
-        assert size_flags(batch, training, rows=8, context_length=512, fewer_rows=2) == flags
-        names = flags.replace("--training.", "").split()
-        values = dict(zip(names[::2], map(int, names[1::2]), strict=True))
-        shares_rows = batch.micro_batch_tokens is not None
-        followed = resolve_batch_sizes(replace(training, **values), shares_rows, 512, 8)
-        assert followed.global_batch_size == batch.global_batch_size
+        batch = resolve_batch_sizes(training, False, 512, 8, dp)
+        flags = size_flags(batch, training, 512, rows).replace("--training.", "").split()
+        values: dict[str, Any] = {
+            key: None if value == "null" else int(value) for key, value in zip(flags[::2], flags[1::2], strict=True)
+        }
+        followed = resolve_batch_sizes(replace(training, **values), False, 512, 8, dp)
+        assert followed == BatchSizes(batch.global_batch_size, rows, None)
+
+    def test_the_flags_of_packed_conversations(self) -> None:
+        batch = BatchSizes(50, None, 4096)
+        flags = "--training.max_tokens_per_gpu 1024 --training.global_batch_size 50"
+        assert size_flags(batch, TrainingConfig(), 512, 2) == flags

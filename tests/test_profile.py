@@ -180,6 +180,11 @@ class TestProfileOfARun:
         assert re.search(r"profile of steps 1 to 2: [\d.]+ ms a step, with 1 validation and 1 save$", log, re.MULTILINE)
         assert "WARNING | steps 3 to 9 were not profiled: the run ended before them" in log
 
+    def test_a_resumed_run_profiles_the_steps_that_are_left_of_the_range(self, settings: Settings) -> None:
+        self.train(settings(training__max_steps=3))
+        _, folder = self.train(settings(training__max_steps=6, observe__profile="2-5"))
+        assert (folder / "profile/steps-4-5.txt").read_text().startswith("profile of steps 4 to 5: ")
+
     def test_matrix_products_of_muon_are_the_optimizers(self, settings: Settings) -> None:
         _, folder = self.train(settings(observe__profile="2-3", optim__name="muon"))
         times = read_trace(folder / "profile/steps-2-3.json.gz").by_kernel

@@ -56,7 +56,7 @@ from torchstone.demo.builtin import data_file
 from torchstone.diagnose import collectives
 from torchstone.errors import TorchstoneError, UsageError
 from torchstone.models.choice import AS_REQUESTED
-from torchstone.models.execution import ExecutionOptions, check_fallback_execution
+from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, check_fallback_execution
 from torchstone.models.families import family_of
 from torchstone.models.model import Model
 from torchstone.models.sizing import build_sized_decoder_config, build_sized_hf_config, parameter_count
@@ -97,6 +97,7 @@ from torchstone.training.setup import (
     check_vocabulary,
     open_data,
     select_device,
+    smaller_state_hint,
     tokenizer_path,
 )
 from torchstone.training.stop import handle_stop_signals
@@ -110,6 +111,7 @@ PRECISION_TEXTS = {
     "fp8": "fp32, computed in FP8 and bf16",
     "fp8-pure": "bf16, computed in FP8 and bf16",
 }
+SHORT_RUN = f"but none, as model.recompute, in a run of less than {MIN_FLOPS_TO_COMPILE / 1e15:.0f} PFLOP per device"
 # For commands that do not train.
 MEMORY_HINT = "use a smaller model, or a device with more memory (--device cuda)"
 
@@ -153,7 +155,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
         console = stack.enter_context(run_folder.open_console(config, ctx, device))
-        with translate_out_of_memory("loading the model", device):
+        with translate_out_of_memory("loading the model", device, lambda: smaller_state_hint(config)):
             run = build_run(config, console, device, ctx)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
@@ -199,7 +201,7 @@ def check_parallel_dims(config: Config, world_size: int) -> None:
 
 
 def describe_defaults(config: Config, world_size: int | None = 1) -> str:
-    """What the settings that are `auto` mean here for this run, if it is not short, or why its model would be refused.
+    """What the settings that are `auto` mean here for this run, or why its model would be refused.
 
     `world_size`: None if it is not known.
     """
@@ -227,12 +229,17 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
             hf_config = build_sized_hf_config(config.model, vocab_size=8, context_length=8)
             choices = check_new_model(hf_config, device, dtype, execution)
             parameters = parameter_count(family_of(hf_config).decoder_config(hf_config))
+            # The tokens of a chunk follow from the vocabulary, which is not known yet.
+            choices["model.loss"] = choices["model.loss"]._replace(detail="")
         else:
             choices = check_model_folder(path, device, dtype, execution)
             parameters = stored_parameter_count(path)
     except TorchstoneError as error:
         return f"on {device} this run would be refused: {_one_line(error)}"
     choices = {"training.precision": precision} | choices
+    compile_ = choices["model.compile"]
+    if compile_.value != "none" and compile_.reason != AS_REQUESTED:
+        choices["model.compile"] = compile_._replace(detail=SHORT_RUN)
     texts = [f"{key} {choice}" for key, choice in choices.items() if choice.reason != AS_REQUESTED]
     try:
         if world_size is not None:
@@ -397,7 +404,9 @@ def evaluate(
     check_model_folder(folder, torch_device, torch.float32, execution)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
     path = _data_path(data, config.data.cache_dir, console)
-    with translate_out_of_memory("evaluating", torch_device):
+    with translate_out_of_memory(
+        "evaluating", torch_device, lambda: f"use a shorter --context-length; or {MEMORY_HINT}"
+    ):
         model = load_model(folder, torch_device, execution=execution)
         for warning in model.warnings:
             console.warn(warning)
@@ -544,7 +553,7 @@ def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[M
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, Console().warn)
     if for_chat:
         _check_chat(folder, config, tokenizer)
-    with translate_out_of_memory("loading the model", device):
+    with translate_out_of_memory("loading the model", device, lambda: MEMORY_HINT):
         model = load_model(folder, device, execution=execution)
     for warning in model.warnings:
         Console().warn(warning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +71,11 @@ def test_it_goes_on_after_a_checkpoint() -> None:
         optimizer, parameter = make_pair((50,), torch.float32, None)
         for number in range(4):
             if is_resumed and number == 2:
-                state = optimizer.state_dict()
-                optimizer = AdamW([{"params": [parameter]}], None, **OPTIONS)
+                state, weights = deepcopy(optimizer.state_dict()), parameter.detach().clone()
+                # One step too far, and back.
+                optimizer.clip_and_step(torch.ones((), dtype=torch.float64, device=DEVICE))
                 optimizer.load_state_dict(state)
+                parameter.data.copy_(weights)
             parameter.grad = torch.randn_like(parameter)
             optimizer.clip_and_step(torch.ones((), dtype=torch.float64, device=DEVICE))
         results.append(parameter.detach().clone())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def test_the_start_line_says_what_was_chosen(torchstone: Command, settings: Sett
     assert "; compile: none (the run is too short: " in err
     code, _, err = torchstone("train", *flags(values), "--print-config")
     assert err.startswith("auto on cuda:0: training.precision bf16 (fp32 master weights); ")
-    assert "model.compile block (the first steps take longer); model.recompute elementwise (" in err
+    assert "; model.loss chunked (on a GPU); model.recompute elementwise (almost free in compiled blocks); " in err
+    assert "model.compile block (the first steps take longer, but none, as model.recompute, in a run of less " in err
 
 
 class ForbidSync(Callback):
@@ -65,6 +67,17 @@ def test_no_step_waits_for_the_device(
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
+def out_of_memory_hint(values: dict[str, Any]) -> str:
+    with pytest.raises(OutOfMemoryError) as caught:
+        api.train(overrides=values)
+    hint = caught.value.hint or ""
+    # Its traceback holds the model.
+    del caught
+    gc.collect()
+    torch.cuda.empty_cache()
+    return hint
+
+
 def test_out_of_memory_names_the_change_that_fits(settings: Settings) -> None:
     values = settings(
         system__device="cuda", model__depth=16, model__width=512, data__context_length=1024, training__batch_size=64,
@@ -73,13 +86,15 @@ def test_out_of_memory_names_the_change_that_fits(settings: Settings) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     try:
         torch.cuda.set_per_process_memory_fraction(7 * 2**30 / total)
-        with pytest.raises(OutOfMemoryError) as caught:
-            api.train(overrides=values)
-        assert (caught.value.hint or "").startswith("use --model.recompute full, which needs about ")
-        # Its traceback holds the model.
-        del caught
-        gc.collect()
-        torch.cuda.empty_cache()
-        assert api.train(overrides=values | {"model.recompute": "full"}).step == 2
+        assert out_of_memory_hint(values).startswith("use --model.recompute full, which needs about ")
+        values["model.recompute"] = "full"
+        assert api.train(overrides=values).step == 2
+        values |= {"training.batch_size": 512, "training.global_batch_size": 512}
+        values["output_dir"] += "-larger"
+        match = re.match(
+            r"use --training.batch_size (\d+) --training.global_batch_size 512,", out_of_memory_hint(values)
+        )
+        assert match is not None
+        assert api.train(overrides=values | {"training.batch_size": int(match[1])}).step == 2
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -42,6 +42,7 @@ from torchstone.models.model import (
     Model,
     NativeModel,
     choose_execution,
+    choose_fallback_execution,
     mean_embedding,
     padded_vocab_size,
     resize_warning,
@@ -146,12 +147,12 @@ def check_model_folder(
 ) -> dict[str, Choice]:
     """Raises unless the folder has a complete model that can run as requested. Reads no weights.
 
-    Returns what the settings of the native decoder that may be `auto` are; nothing for the fallback.
+    Returns what the settings that may be `auto` are; of the fallback, without its attention.
     """
     if fallback_reason(folder, execution) is not None:
         check_fallback_folder(folder, execution.trust_remote_code)
         check_fallback_execution(execution)
-        return {}
+        return choose_fallback_execution(execution)
     hf_config, _, config = read_model_config(folder)
     open_weights(folder, hf_config["model_type"], config)
     return _check_native_execution(config, device, dtype, execution)

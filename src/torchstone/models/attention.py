@@ -238,13 +238,13 @@ def _unsupported_reason(
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of the Ampere generation or later"
     if backend == "fa4":
-        return _fa4_obstacle(softcap, head_dim, torch.cuda.get_device_capability(device)[0])
+        return _fa4_unsupported_reason(softcap, head_dim, torch.cuda.get_device_capability(device)[0])
     if backend == "flash" and softcap is not None:
         return "has no soft cap, which this model needs"
     return None
 
 
-def _fa4_obstacle(softcap: float | None, head_dim: int, generation: int) -> str | None:
+def _fa4_unsupported_reason(softcap: float | None, head_dim: int, generation: int) -> str | None:
     """What version 4.0.0b36 asserts. `generation`: 9 is Hopper, 10 and 11 Blackwell, 12 its GPUs for desktops."""
     if not 9 <= generation <= 12:
         return "needs a GPU of the Hopper or Blackwell generation"

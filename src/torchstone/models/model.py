@@ -42,6 +42,7 @@ GENERATION_CONFIG = "generation_config.json"
 # Embeddings grow to a multiple of this, which matmul kernels prefer.
 VOCAB_MULTIPLE = 8
 MEAN_CHUNK = 1024
+IN_FALLBACK = "in the Transformers fallback"
 SPECIAL_TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -312,16 +313,10 @@ class FallbackModel(Model):
 
     def apply_execution(self, execution: ExecutionOptions) -> None:
         check_fallback_execution(execution)
-        recompute = Choice("none", "in the Transformers fallback")
-        if execution.recompute == "full":
-            recompute = Choice("full", AS_REQUESTED)
+        attention = Choice(self.module.hf.config._attn_implementation, IN_FALLBACK)
+        self.choices |= {"model.attention": attention} | choose_fallback_execution(execution)
+        if self.choices["model.recompute"].value == "full":
             self.module.enable_activation_checkpointing()
-        self.choices |= {
-            "model.attention": Choice(self.module.hf.config._attn_implementation, "in the Transformers fallback"),
-            "model.loss": Choice("full", "the Transformers fallback computes all logits"),
-            "model.recompute": recompute,
-            "model.compile": Choice("none", "in the Transformers fallback"),
-        }
         self.notes += apply_liger_to_fallback(self.module.hf, execution.liger).notes
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[int]]:
@@ -366,6 +361,16 @@ def choose_execution(
         "model.fused": choose_fused(execution),
     }
     return ExecutionPlan(choices, chunk_tokens, liger)
+
+
+def choose_fallback_execution(execution: ExecutionOptions) -> dict[str, Choice]:
+    """The same for the fallback, except for attention, which Transformers chooses when it loads a model."""
+    is_full = execution.recompute == "full"
+    return {
+        "model.loss": Choice("full", "the Transformers fallback computes all logits"),
+        "model.recompute": Choice("full", AS_REQUESTED) if is_full else Choice("none", IN_FALLBACK),
+        "model.compile": Choice("none", IN_FALLBACK),
+    }
 
 
 def padded_vocab_size(tokenizer_size: int) -> int:

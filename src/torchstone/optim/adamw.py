@@ -3,7 +3,7 @@
 The kernel reads a gradient once, in bf16 or fp32, scales it by the clipping coefficient, updates the parameter and its
 moments, and writes the bf16 copy that the next step computes with. torch's fused kernel needs an fp32 gradient, and
 casting, clipping and copying are passes of their own; together they take twice as long. If the coefficient is NaN,
-nothing changes: the decision is made on the device, and the host reads the numbers later.
+weights and moments stay: the decision is made on the device, and the host reads the numbers later.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def clip_and_step(self, coefficient: Tensor) -> None:
-        """Multiplies the gradients by `coefficient` and updates the parameters; changes nothing if it is NaN."""
+        """Multiplies the gradients by `coefficient` and updates the parameters. If it is NaN, parameters and moments
+        stay as they are; on CUDA the step is counted all the same."""
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if all(p.is_cuda for _, parameters in groups for p in parameters):
             for group, parameters in groups:
@@ -60,6 +61,10 @@ class AdamW(torch.optim.AdamW):
     def update_copies(self) -> None:
         if self.copies:
             torch._foreach_copy_(list(self.copies.values()), list(self.copies))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._steps.clear()
 
     def _update(self, group: dict[str, Any], parameters: list[nn.Parameter], coefficient: Tensor) -> None:
         from torchstone.optim.adamw_kernel import update

@@ -1,8 +1,8 @@
 """Clipping by the global norm of all gradients, in any parallel layout.
 
 `squared_norms` returns a rank's shares: training/step.py sums them over all ranks, with each gradient counted on one
-rank only. The coefficient stays on the device, so that no step waits for it. It is NaN if the norm is not finite, and
-an optimizer then changes nothing: scaling by it would spread NaN to every weight.
+rank only. The coefficient stays on the device, so that no step with AdamW waits for it; Muon reads it. It is NaN if the
+norm is not finite, and an optimizer then changes no weight: scaling by it would spread NaN to all of them.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ class Muon(torch.optim.Optimizer):
         self.matrices = frozenset(projections)
 
     def clip_and_step(self, coefficient: Tensor) -> None:
-        """Multiplies the gradients by `coefficient` and updates the parameters; does nothing if it is NaN."""
+        """Multiplies the gradients by `coefficient` and updates the parameters; does nothing if it is NaN.
+
+        That waits for the device. Deciding there would take passes over all gradients, weights and updates.
+        """
         if coefficient.isfinite():
             scale_gradients((p for group in self.param_groups for p in group["params"]), coefficient)
             self.step()

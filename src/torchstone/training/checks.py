@@ -23,7 +23,7 @@ SMALLER_HINT = (
     "keeps the size of a step), --model.recompute full, --model.loss chunked, a smaller data.context_length or model"
 )
 # With bf16 weights and moments.
-SMALLER_PRECISION = {"fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
+SMALLER_PRECISION = {"auto": "bf16-pure", "fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
 WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"
 
 
@@ -92,10 +92,8 @@ def process_memory() -> int:
 
 
 @contextmanager
-def translate_out_of_memory(
-    activity: str | None, device: torch.device, hint: Callable[[], str] = lambda: SMALLER_HINT
-) -> Iterator[None]:
-    """Turns out-of-memory errors during `activity`, by default the phase of the run, into ours."""
+def translate_out_of_memory(activity: str | None, device: torch.device, hint: Callable[[], str]) -> Iterator[None]:
+    """Turns out-of-memory errors during `activity`, by default the phase of the run, into ours, with `hint()`."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:

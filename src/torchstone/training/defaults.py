@@ -103,15 +103,17 @@ def execution_options(config: Config, ctx: ParallelContext, device: torch.device
     )
 
 
-def slow_choices(config: Config, execution: ExecutionOptions, device: torch.device) -> list[str]:
+def slow_choices(config: Config, execution: ExecutionOptions, device: torch.device, is_native: bool) -> list[str]:
     """A warning if settings of the user make a run on a GPU much slower or larger than `auto` would."""
     if device.type != "cuda":
         return []
     auto_compile = choose_compile(replace(execution, compile="auto"), device).value
     is_slow = {
         "training.precision fp32 (auto: bf16)": config.training.precision == "fp32" and _has_bf16(),
-        f"model.compile none (auto: {auto_compile})": execution.compile == "none" and auto_compile != "none",
-        "model.loss full (auto: chunked)": execution.loss == "full",
+        f"model.compile none (auto: {auto_compile})": is_native
+        and execution.compile == "none"
+        and auto_compile != "none",
+        "model.loss full (auto: chunked)": is_native and execution.loss == "full",
         f"model.attention {execution.attention} (auto: a fused kernel)": execution.attention == "eager"
         or (execution.attention == "sdpa" and execution.packed),
     }

@@ -30,7 +30,7 @@ from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.memory import describe_fit
 from torchstone.training.run import Callback, Run, TrainResult
 from torchstone.training.sample_text import generate_samples
-from torchstone.training.step import compute_gradients, optimizer_step, validation_loss
+from torchstone.training.step import compute_gradients, optimizer_step, record_event, validation_loss
 from torchstone.training.step_log import StartedStep, StepLog
 from torchstone.training.stop import handle_stop_signals
 
@@ -54,33 +54,34 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
         run.sync_stop_request()
         report_phase(f"waiting for the batch of step {first_step}")
         log.restart_clock()
-        for batch in run.data.batches(
-            run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp,
-            pin_memory=run.device.type == "cuda",
-        ):  # fmt: skip
-            if run.should_stop() or schedule.is_done(progress):
-                break
-            for callback in callbacks:
-                callback.on_step_begin(run, progress.step + 1)
-            log.add(_start_step(run, batch))
-            report_phase(f"waiting for the other ranks after step {progress.step}")
-            run.request_save_if_due()
-            run.sync_stop_request()
-            is_due = _is_due(run, batch.samples)
-            is_first = progress.step == first_step
-            if is_due or is_first or not log.is_delayed:
-                log.read()
-                if is_first:
-                    _log_startup(run)
-                    stack.enter_context(keep_freed_memory(run.device))
-                _validate_log_save(run, log)
-                log.restart_clock()
-            if is_due:
-                # That may have taken long: a signal must not wait for another step.
+        with log.finished_on_error():
+            for batch in run.data.batches(
+                run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp,
+                pin_memory=run.device.type == "cuda",
+            ):  # fmt: skip
+                if run.should_stop() or schedule.is_done(progress):
+                    break
+                for callback in callbacks:
+                    callback.on_step_begin(run, progress.step + 1)
+                log.add(_start_step(run, batch))
+                report_phase(f"waiting for the other ranks after step {progress.step}")
+                run.request_save_if_due()
                 run.sync_stop_request()
-            if progress.step % COLLECT_EVERY == 0:
-                gc.collect(1)
-            report_phase(f"waiting for the batch of step {progress.step + 1}")
+                is_due = _is_due(run, batch.samples)
+                is_first = progress.step == first_step
+                if is_due or is_first or not log.is_delayed:
+                    log.read()
+                    if is_first:
+                        _log_startup(run)
+                        stack.enter_context(keep_freed_memory(run.device))
+                    _validate_log_save(run, log)
+                    log.restart_clock()
+                if is_due:
+                    # That may have taken long: a signal must not wait for another step.
+                    run.sync_stop_request()
+                if progress.step % COLLECT_EVERY == 0:
+                    gc.collect(1)
+                report_phase(f"waiting for the batch of step {progress.step + 1}")
         log.finish()
         run.sync_stop_request()
         if run.stop_request.signal is not None:
@@ -105,7 +106,8 @@ def _start_step(run: Run, batch: StepBatch) -> StartedStep:
     progress.samples += batch.samples
     progress.tokens += batch.tokens
     progress.loss_tokens += batch.loss_tokens
-    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory_bytes(run.device))
+    end, memory = record_event(run.device), memory_bytes(run.device)
+    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory, end)
 
 
 def _log_startup(run: Run) -> None:
@@ -133,10 +135,9 @@ def _training_session(run: Run, callbacks: Sequence[Callback]) -> Iterator[Metri
     try:
         for callback in callbacks:
             callback.on_start(run)
-        hint = partial(describe_fit, run.model, run.optimizer, run.data, run.config)
         with (
             handle_stop_signals(run.stop_request),
-            translate_out_of_memory(None, run.device, hint),
+            translate_out_of_memory(None, run.device, partial(describe_fit, run)),
         ):
             yield metrics_file
     finally:

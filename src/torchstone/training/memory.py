@@ -11,18 +11,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from torchstone.config.schema import Config, TrainingConfig
+from torchstone.config.schema import TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes
-from torchstone.data.loader import RunData
+from torchstone.heartbeat import current_phase
 from torchstone.models.decoder import DecoderConfig
 from torchstone.models.model import Model, NativeModel
+from torchstone.optim.adamw import AdamW
+from torchstone.optim.build import state_of
+from torchstone.optim.clip import to_local
 from torchstone.optim.muon import Muon
 from torchstone.training.checks import SMALLER_HINT, SMALLER_PRECISION
+from torchstone.training.run import Run
 
 # What the allocator cannot use, and CUDA's own memory.
 USABLE = 0.95
+# The shortest data.context_length that is proposed.
+MIN_CONTEXT_LENGTH = 128
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class StepSizes:
     # Layers, and bytes of weights, gradients and moments, of this rank.
     layers: int
     state_bytes: int
+    # More bytes of gradients if a step has several micro-batches, and whether it has.
+    accumulation_bytes: int
+    accumulates: bool
     # Of a micro-batch: one row, or the tokens that share a row, and how many of these.
     row_tokens: int
     rows: int
@@ -50,7 +58,8 @@ class StepSizes:
 def estimate_step_bytes(sizes: StepSizes) -> int:
     kept = sizes.tokens * _kept_per_token(sizes.config, sizes.recompute, sizes.itemsize, sizes.is_compiled)
     block = sizes.tokens * _kept_per_token(sizes.config, "none", sizes.itemsize, sizes.is_compiled)
-    return sizes.state_bytes + sizes.layers * kept + max(block, _loss_bytes(sizes))
+    state = sizes.state_bytes + (sizes.accumulation_bytes if sizes.accumulates else 0)
+    return state + sizes.layers * kept + max(block, _loss_bytes(sizes))
 
 
 def _kept_per_token(config: DecoderConfig, recompute: str, itemsize: int, is_compiled: bool) -> int:
@@ -78,53 +87,67 @@ def _loss_bytes(sizes: StepSizes) -> int:
     return vocabulary * (sizes.chunk_tokens * sizes.itemsize + 4 * width) + sizes.itemsize * sizes.tokens * width
 
 
-def hint_to_fit(sizes: StepSizes, memory: int, size_flags: Callable[[int], str], smaller_precision: str | None) -> str:
+def hint_to_fit(
+    sizes: StepSizes, memory: int, flags_for_rows: Callable[[int], str], smaller_precision: str | None
+) -> str:
     """The change that would make a step fit into `memory` bytes.
 
-    `size_flags`: the flags for micro-batches of so many rows. `smaller_precision`: one with smaller weights.
+    `flags_for_rows`: the flags for micro-batches of so many rows. `smaller_precision`: one with smaller weights.
     """
-    usable = int(USABLE * memory)
+
+    def fits(changed: StepSizes) -> bool:
+        return estimate_step_bytes(changed) <= USABLE * memory
 
     def needs(changed: StepSizes) -> str:
         return f"needs about {estimate_step_bytes(changed) / 2**30:.0f} of {memory / 2**30:.0f} GiB"
 
     recomputed = replace(sizes, recompute="full")
-    if sizes.recompute != "full" and estimate_step_bytes(recomputed) <= usable:
+    if sizes.recompute != "full" and fits(recomputed):
         return f"use --model.recompute full, which {needs(recomputed)}"
     flags = "" if sizes.recompute == "full" else "--model.recompute full and "
     rows = sizes.rows
     while rows > 1:
         rows //= 2
-        smaller = replace(recomputed, rows=rows)
-        if estimate_step_bytes(smaller) <= usable:
-            return f"use {flags}{size_flags(rows)}, which {needs(smaller)}; the global batch stays the same"
-    smallest = replace(recomputed, rows=1)
-    if sizes.state_bytes > usable:
-        precision = "" if smaller_precision is None else f"--training.precision {smaller_precision}, or "
-        return (
-            f"weights, gradients and moments alone need {sizes.state_bytes / 2**30:.0f} of {memory / 2**30:.0f} GiB: "
-            f"use {precision}more GPUs (--parallel.dp_shard shards them)"
-        )
-    return f"even one row with --model.recompute full {needs(smallest)}: use a shorter --data.context_length"
+        smaller = replace(recomputed, rows=rows, accumulates=True)
+        if fits(smaller):
+            return f"use {flags}{flags_for_rows(rows)}, which {needs(smaller)}; the global batch stays the same"
+    one_row = replace(recomputed, rows=1, accumulates=recomputed.accumulates or sizes.rows > 1)
+    length = sizes.row_tokens
+    while length >= 2 * MIN_CONTEXT_LENGTH:
+        length //= 2
+        if fits(replace(one_row, row_tokens=length)):
+            return (
+                f"even one row with --model.recompute full {needs(one_row)}: use a shorter --data.context_length, such "
+                f"as {length}"
+            )
+    precision = "" if smaller_precision is None else f"--training.precision {smaller_precision}, or "
+    return (
+        f"even one short row with --model.recompute full {needs(replace(one_row, row_tokens=length))}, most of it for "
+        f"weights, gradients and moments: use {precision}more GPUs (--parallel.dp_shard shards them)"
+    )
 
 
-def describe_fit(model: Model, optimizer: torch.optim.Optimizer, data: RunData, config: Config) -> str:
-    """What to change when a step of a run is out of memory."""
-    device = next(model.module.parameters()).device
-    if not isinstance(model, NativeModel) or device.type != "cuda":
+def describe_fit(run: Run) -> str:
+    """What to change when a run is out of memory."""
+    model, device, data, dp = run.model, run.device, run.data, run.ctx.dims.dp
+    if not isinstance(model, NativeModel) or device.type != "cuda" or not current_phase().startswith("computing step"):
         return SMALLER_HINT
-    batch, training, context_length = data.batch_sizes, config.training, config.data.context_length
+    batch, training, context_length = data.batch_sizes, run.config.training, run.config.data.context_length
     if batch.micro_batch_tokens is not None:
         rows = -(-batch.micro_batch_tokens // context_length)
+        accumulates = batch.global_batch_size * data.train.lengths.mean() > dp * batch.micro_batch_tokens
     else:
-        rows = min(batch.micro_batch_rows or 1, batch.global_batch_size)
+        assert batch.micro_batch_rows is not None
+        rows, accumulates = max(batch.row_counts(dp)), batch.global_batch_size > dp * batch.micro_batch_rows
     # Unpacked rows may be shorter than the context.
     row_tokens = context_length if data.packed else min(context_length, int(data.train.lengths.max()))
     dtype = model.module.compute_dtype or next(model.module.parameters()).dtype
     sizes = StepSizes(
         config=model.decoder_config,
         layers=sum(len(part.layers) for part in model.model_parts),
-        state_bytes=state_bytes(model, optimizer),
+        state_bytes=state_bytes(model, run.optimizer),
+        accumulation_bytes=accumulation_bytes(model),
+        accumulates=bool(accumulates),
         row_tokens=row_tokens,
         rows=rows,
         itemsize=dtype.itemsize,
@@ -133,31 +156,40 @@ def describe_fit(model: Model, optimizer: torch.optim.Optimizer, data: RunData, 
         # Liger's chunks are small.
         chunk_tokens=0 if model.choices["model.loss"].value == "liger" else model.chunk_tokens,
     )
-    memory = torch.cuda.get_device_properties(device).total_memory
-    memory = int(memory * torch.cuda.get_per_process_memory_fraction(device))
-    flags = partial(size_flags, batch, training, rows, context_length)
-    return hint_to_fit(sizes, memory, flags, SMALLER_PRECISION.get(training.precision))
+    flags = partial(size_flags, batch, training, context_length)
+    return hint_to_fit(sizes, available_memory(device), flags, SMALLER_PRECISION.get(training.precision))
 
 
-def size_flags(batch: BatchSizes, training: TrainingConfig, rows: int, context_length: int, fewer_rows: int) -> str:
-    """The flags that turn micro-batches of `rows` rows into ones of `fewer_rows`, in steps of the same size."""
+def available_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process may have: not those of other processes, nor beyond a limit that is set."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(limit, free + torch.cuda.memory_reserved(device))
+
+
+def size_flags(batch: BatchSizes, training: TrainingConfig, context_length: int, rows: int) -> str:
+    """The flags for micro-batches of `rows` rows, in steps of the same size."""
     if batch.micro_batch_tokens is not None or training.max_tokens_per_gpu is not None:
-        size = f"--training.max_tokens_per_gpu {fewer_rows * context_length}"
+        size = f"--training.max_tokens_per_gpu {rows * context_length}"
     else:
-        size = f"--training.batch_size {fewer_rows}"
-    if training.grad_accum_steps is not None:
-        return f"{size} --training.grad_accum_steps {training.grad_accum_steps * rows // fewer_rows}"
-    return f"{size} --training.global_batch_size {batch.global_batch_size}"
+        size = f"--training.batch_size {rows}"
+    # Unless it is unset, it may contradict the two others.
+    accumulation = "" if training.grad_accum_steps is None else " --training.grad_accum_steps null"
+    return f"{size} --training.global_batch_size {batch.global_batch_size}{accumulation}"
 
 
-def state_bytes(model: Model, optimizer: torch.optim.Optimizer) -> int:
-    """Of the weights, gradients and moments of this rank, also if they do not exist yet."""
+def state_bytes(model: Model, optimizer: AdamW | Muon) -> int:
+    """Of this rank's weights, gradients and moments in a step of one micro-batch, also if they do not exist yet."""
     total, copies = 0, {} if model.master_weights is None else model.master_weights.copies
     for _, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        moments = 1 if isinstance(optimizer, Muon) and local.dim() == 2 else 2
-        # The gradient of a single micro-batch has the dtype of the copy.
-        copy = copies.get(parameter)
-        gradient = local if copy is None else copy
-        total += local.nbytes * (1 + moments) + gradient.nbytes + (0 if copy is None else copy.nbytes)
+        moments, copy = len(state_of(optimizer, parameter).moments), copies.get(parameter)
+        total += to_local(parameter).nbytes * (1 + moments)
+        # A gradient has the dtype that is computed in.
+        total += to_local(parameter).nbytes if copy is None else 2 * copy.nbytes
     return total
+
+
+def accumulation_bytes(model: Model) -> int:
+    """What the sum of several micro-batches' gradients takes beyond the gradients of one."""
+    copies = {} if model.master_weights is None else model.master_weights.copies
+    return sum(master.nbytes - copy.nbytes for master, copy in copies.items())

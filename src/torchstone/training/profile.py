@@ -38,10 +38,12 @@ class StepProfiler(Callback):
         self._extra: Counter[str] = Counter()
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        if step == self.first:
-            self._start()
-        elif step > self.last:
+        if step > self.last:
             self.close()
+        elif step >= self.first and self._profiler is None:
+            # A resumed run may begin after the first step to profile.
+            self.first = step
+            self._start()
 
     def on_validation(self, run: Run, loss: float) -> None:
         self._extra["validation"] += self._is_profiling

@@ -17,6 +17,8 @@ from torchstone.observe.console import Console
 from torchstone.observe.eta import EtaEstimator
 from torchstone.observe.metrics import MetricsFile
 from torchstone.observe.mfu import device_peak_flops
+from torchstone.optim.adamw import AdamW
+from torchstone.optim.muon import Muon
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 from torchstone.training.sample_text import Prompt
@@ -33,7 +35,7 @@ class Run:
     model: Model
     tokenizer: Tokenizer
     data: RunData
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW | Muon
     runner: Runner
     schedule: TrainingSchedule
     progress: Progress

@@ -113,7 +113,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
     for warning in [
-        *slow_choices(requested, execution, device),
+        *slow_choices(requested, execution, device, isinstance(model, NativeModel)),
         *schedule_warnings(schedule.total_steps, config.optim),
         *_batch_size_warnings(data),
     ]:
@@ -273,10 +273,14 @@ def check_state_memory(config: Config, parameters: int, device: torch.device, ct
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
     tensors = 4 if config.optim.name == "adamw" else 3
     needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
+    check_memory(needed, parameters, device, smaller_state_hint(config))
+
+
+def smaller_state_hint(config: Config) -> str:
+    """What makes weights, gradients and moments smaller."""
     smaller = SMALLER_PRECISION.get(config.training.precision)
     precision = "" if smaller is None else f"--training.precision {smaller} (half of that), "
-    hint = f"use a smaller model, {precision}or more GPUs (--parallel.dp_shard shards the model)"
-    check_memory(needed, parameters, device, hint)
+    return f"use a smaller model, {precision}or more GPUs (--parallel.dp_shard shards the model)"
 
 
 def _build_model(

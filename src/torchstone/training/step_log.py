@@ -6,9 +6,12 @@ On CUDA they are read when the next step has been started, so that the device ne
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from torchstone.data.loader import StepBatch
 from torchstone.observe.metrics import MetricsFile
@@ -29,6 +32,8 @@ class StartedStep:
     total_tokens: int
     # The peak while it was started. On a GPU the allocator knows only the order of the host.
     memory: int
+    # On a GPU, after its update.
+    end: torch.cuda.Event | None
 
 
 class StepLog:
@@ -57,6 +62,17 @@ class StepLog:
         if not self.is_delayed:
             self.read()
 
+    @contextmanager
+    def finished_on_error(self) -> Iterator[None]:
+        """An error of the next step does not lose the last one, whose numbers may even explain it."""
+        try:
+            yield
+        except Exception:
+            # A device that failed has no numbers.
+            with suppress(RuntimeError):
+                self.finish()
+            raise
+
     def finish(self) -> None:
         """Reads the last step and writes its metrics, if it has not been read."""
         if self._unread is not None:
@@ -69,11 +85,13 @@ class StepLog:
         if started is None:
             return
         check_finite(started.step, started.result, self.run.runner)
-        now, event = time.perf_counter(), started.result.event
+        if started.end is not None:
+            started.end.synchronize()
+        now = time.perf_counter()
         seconds = now - self._clock
-        if self.is_delayed and self._event is not None and event is not None:
-            seconds = self._event.elapsed_time(event) / 1e3
-        self._clock, self._event = now, event
+        if self.is_delayed and self._event is not None and started.end is not None:
+            seconds = self._event.elapsed_time(started.end) / 1e3
+        self._clock, self._event = now, started.end
         self.metrics = _step_metrics(self.run, started, seconds)
         self.run.eta.add_step(seconds, started.batch.tokens)
         for callback in self.callbacks:
