@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from torchstone.launch.gpus import list_gpus
+
 PEERS = Path(__file__).parent / "peers"
 WARMUP_STEPS = 2
 # Those of our defaults: for a new model, and for fine-tuning. The schedule is constant in every arm.
@@ -89,14 +91,18 @@ def main() -> None:
         epilog="Flags after -- are for torchstone train, such as -- --model.loss full",
     )
     parser.add_argument("shape", choices=list(SHAPES))
-    parser.add_argument("--arm", action="append", help="an arm of the shape; by default all of them")
+    arms = sorted({arm for shape in SHAPES.values() for arm in shape.arms})
+    parser.add_argument("--arm", action="append", choices=arms, help="may be repeated; by default all of the shape")
     parser.add_argument("--steps", type=int, default=24, help="of every run")
     parser.add_argument("--repeats", type=int, default=2, help="of every arm, in turn")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU if there is one")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing in every arm")
     parser.add_argument("--folder", type=Path, help="keep the data, the model and all logs in this folder")
     options = parser.parse_args(arguments)
     shape = SHAPES[options.shape]
+    options.device = options.device or ("cuda" if list_gpus() else "cpu")
+    if options.device == "cpu" and shape.precision != "fp32":
+        parser.error(f"{options.shape} needs a GPU; tiny, tiny-sft and 100m run on a CPU")
     if options.steps <= WARMUP_STEPS:
         parser.error(f"--steps must be more than {WARMUP_STEPS}: the first {WARMUP_STEPS} are not counted")
     with tempfile.TemporaryDirectory() as temporary:
@@ -238,13 +244,8 @@ def run_torchstone(job: dict[str, Any], folder: Path, flags: list[str]) -> dict[
 def run_peer(arm: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What a peer prints as its last line; see peers/measure.py."""
     path = write_job(job | {"started": time.time(), "folder": str(folder)}, folder)
-    script = PEERS / f"with_{arm}.py"
-    if not script.exists():
-        raise SystemExit(
-            f"unknown arm {arm}; there are {', '.join(sorted(p.stem[5:] for p in PEERS.glob('with_*.py')))}"
-        )
     with (folder / "log").open("w") as log:
-        command = [sys.executable, str(script), str(path)]
+        command = [sys.executable, str(PEERS / f"with_{arm}.py"), str(path)]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)
     lines = result.stdout.splitlines()
     if result.returncode or not lines:

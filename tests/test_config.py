@@ -327,6 +327,11 @@ class TestAliases:
     [
         ("model__compile", False, "model.compile cannot be false", "did you mean 'none'? use one of auto, none, block"),
         ("model__compile", None, "model.compile cannot be null", "did you mean 'none'? use one of auto, none, block"),
+        ("model__compile", True, "model.compile cannot be true", "did you mean 'block'? use one of "),
+        ("model__recompute", "true", "model.recompute cannot be 'true'", "did you mean 'full'? use one of "),
+        ("training__precision", "bf16-mixed", "training.precision cannot be 'bf16-mixed'", "did you mean 'bf16'? "),
+        ("training__precision", "FP8", "training.precision cannot be 'FP8'", "did you mean 'fp8'? use one of "),
+        ("optim__name", "lion", "optim.name cannot be 'lion'", "use one of adamw, muon"),
         ("model__compile", "blok", "model.compile cannot be 'blok'", "did you mean 'block'? use one of auto, none"),
         ("optim__schedule", False, "optim.schedule cannot be false", "use one of "),
     ],

@@ -106,7 +106,7 @@ class TestCompile:
 
     def test_a_request_is_a_request(self) -> None:
         requested = replace(AUTO, compile="whole", recompute="full", run_flops=1.0)
-        assert choose_compile(requested, CPU) == Choice("whole", "as requested")
+        assert choose_compile(requested, CPU) == Choice("whole", "as requested", "the first steps take longer")
         assert choose_recompute(requested, "none") == Choice("full", "as requested")
 
 
@@ -183,11 +183,16 @@ class TestWhereItIsShown:
         code, _, err = torchstone("train", *flags(settings(training__max_steps=2)), "--print-config")
         assert code == 0
         assert "training.precision bf16 (as in the checkpoint)" in err
+        other = settings(training__max_steps=2, training__precision="fp32", training__seed=9)
+        code, _, err = torchstone("train", *flags(other), "--print-config")
+        assert code == 0
+        assert err.startswith("on cpu this run would be refused: ")
+        assert "training.precision bf16 is now fp32; training.seed 0 is now 9" in err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("--training.precision", "fp8"), "training.precision fp8 needs a GPU with FP8 kernels"),
+            (("--training.precision", "fp8"), "FP8 needs a GPU of compute capability 8.9 or higher"),
             (("--model.liger", "loss"), "model.liger loss: its kernels run on CUDA devices, not on cpu"),
             (("--model.depth", "400", "--model.width", "65536"), "B parameters need at least "),
             (("--nproc", "2", "--model.compile", "whole"), "model.compile whole does not work with FSDP2"),

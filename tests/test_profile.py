@@ -128,6 +128,9 @@ class TestKernelTimes:
         trace = write_trace(tmp_path / "trace.json.gz", [
             ("cpu_op", "aten::linear", 0, 100), ("cpu_op", "aten::addmm", 10, 80), ("cpu_op", "aten::copy_", 20, 30),
             ("cpu_op", "aten::mul", 200, 50), ("python_function", "step", 0, 1000),
+            # Autograd's node waits for other ranks after its operation.
+            ("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 195, 400),
+            ("cpu_op", "MulBackward0", 196, 99),
         ])  # fmt: skip
         times = read_trace(trace)
         assert {kernel.name: time for kernel, time in times.by_kernel.items()} == {
@@ -193,7 +196,8 @@ class TestProfileOfARun:
     def test_a_run_that_ends_before_says_so(self, settings: Settings) -> None:
         _, folder = self.train(settings(observe__profile="3", training__max_steps=2))
         assert not (folder / "profile").exists()
-        assert "WARNING | steps 3 to 5 were not profiled" in (folder / "logs/rank-0.log").read_text()
+        warning = "WARNING | steps 3 to 5 are not profiled: this run goes from step 1 to 2"
+        assert (folder / "logs/rank-0.log").read_text().count(warning) == 1
 
     def test_a_profile_that_cannot_be_written_does_not_end_the_run(
         self, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -215,6 +219,8 @@ class TestProfileOfARun:
         assert any(event.name == "aten::mul" for event in profiler.events())
 
     def test_the_flag_is_the_config_key(self, settings: Settings, run_main: Command) -> None:
+        code, _, err = run_main(cli.main, "torchstone", "train", "--debug", "--profile", "3", "--observe.profile", "4")
+        assert (code, "--profile and --observe.profile are the same setting" in err) == (2, True)
         code, out, _ = run_main(cli.main, "torchstone", "train", "--debug", "--profile", "10-12", "--print-config")
         assert (code, json.loads(out)["observe"]["profile"]) == (0, "10-12")
         assert load_config(overrides=settings(observe__profile=3)).observe.profile == "3"

@@ -534,6 +534,32 @@ class TestMemory:
             "Tried to allocate 2.00 GiB." if "CUDA" in str(error) else ": 3 MiB more cannot be allocated"
         )
 
+    @pytest.mark.parametrize(
+        ("changes", "hint"),
+        [
+            (
+                {"training__batch_size": 5, "training__global_batch_size": 10},
+                "use --training.batch_size 2 --training.global_batch_size 10 (the global batch stays the same), or "
+                "--model.recompute full, or --model.loss chunked, or a shorter --data.context_length, or a smaller "
+                "model",
+            ),
+            (
+                {"training__batch_size": 1, "model__recompute": "full", "model__loss": "chunked"},
+                "use a shorter --data.context_length, or a smaller model",
+            ),
+        ],
+    )
+    def test_the_hint_leaves_out_what_is_set(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], hint: str
+    ) -> None:
+        def fail(*args: Any) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr("torchstone.training.loop.compute_gradients", fail)
+        with pytest.raises(OutOfMemoryError) as caught:
+            train(settings(**changes))
+        assert caught.value.hint == hint
+
     def test_other_errors_pass_unchanged(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any) -> None:
             raise RuntimeError("a bug")

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--ignored", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     torch.manual_seed(0)

@@ -215,7 +215,7 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
     try:
         device = select_device(config.system)
     except TorchstoneError as error:
-        return f"{later}: {error.message}"
+        return f"this run would be refused here: {_one_line(error)}"
     parallel = config.parallel
     try:
         dims = ParallelDims(tp=parallel.tp, pp=parallel.pp)
@@ -224,6 +224,8 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
         ctx = replace(SINGLE_PROCESS, dims=dims)
         precision = choose_precision(config, device, ctx, identity)
         config = with_precision(config, precision)
+        if checkpoint is not None:
+            run_folder.check_identity(identity, run_folder.config_identity(config), checkpoint)
         execution, dtype = execution_options(config, ctx, device), COMPUTE_DTYPE[precision.value]
         if path is None:
             hf_config = build_sized_hf_config(config.model, vocab_size=8, context_length=8)

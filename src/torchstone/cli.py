@@ -620,7 +620,9 @@ class Commands:
         overrides: list[tuple[str, Any]] = list(self.config_flags)
         overrides += [("output_dir", output_dir)] if output_dir is not None else []
         overrides += [("max_steps", max_steps)] if max_steps is not None else []
-        overrides += [("observe.profile", profile)] if profile is not None else []
+        if profile is not None:
+            _check_same_settings(["--profile"], [key for key, _ in self.config_flags])
+            overrides.append(("observe.profile", profile))
         return self.resolver(read_config_layers(config, preset, overrides), purpose)
 
     def _launch(self, config: Config, plan: LaunchPlan) -> None:

@@ -162,12 +162,12 @@ def _check_state(folder: Path, files: ShardedFiles, name: str, keys: set[str], e
     raise CheckpointError(f"{folder}: the optimizer state of {name} does not have {expected.name}'s {keys_text}")
 
 
-def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, warn: Callable[[str], None]) -> None:
+def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, log: Callable[[str], None]) -> None:
     """Restores this rank's RNG states; with a different number of processes they are reseeded."""
     path = folder / RNG_FILE if ctx.world_size == 1 else shard_file(folder, RNG, ctx.rank)
     saved_size = len(shard_files(folder, RNG)) or 1
     if saved_size != ctx.world_size:
-        warn(f"saved by {saved_size} processes, resuming with {ctx.world_size}: RNG states (dropout) are reseeded")
+        log(f"processes: {saved_size} saved it, {ctx.world_size} resume it; RNG states (dropout) are reseeded")
         torch.manual_seed(seed + read_state(folder)["step"])
         return
     states = open_tensor_file(path).tensors

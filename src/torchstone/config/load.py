@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_config_file, read_yaml
-from torchstone.config.other_names import EXPLANATIONS, OTHER_NAMES
+from torchstone.config.other_names import EXPLANATIONS, OTHER_NAMES, OTHER_VALUES, TRUE_VALUES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
     NEW_MODEL_KEYS,
@@ -360,8 +360,16 @@ def _suggest(key: str, value: Any) -> str:
     return f"{_did_you_mean(section, sorted(sections))}the sections are {', '.join(sorted(sections))}"
 
 
-def _did_you_mean(name: str, choices: Iterable[str]) -> str:
-    similar = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+def _similar_value(key: str, value: Any, choices: Sequence[str]) -> str:
+    if value is None or value is False:
+        return "did you mean 'none'? " if "none" in choices else ""
+    name = str(value).lower()
+    meant = TRUE_VALUES.get(key) if name == "true" else OTHER_VALUES.get(name)
+    return f"did you mean {meant!r}? " if meant in choices else _did_you_mean(name, choices, cutoff=0.6)
+
+
+def _did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
+    similar = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return f"did you mean {similar[0]!r}? " if similar else ""
 
 
@@ -415,11 +423,9 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         if str(value) not in choices:
             # In the words of YAML and JSON: true, null.
             text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
-            is_off = value is None or value is False
-            similar = (
-                "" if is_off and "none" not in choices else _did_you_mean("none" if is_off else str(value), choices)
+            raise UsageError(
+                f"{key} cannot be {text}", f"{_similar_value(key, value, choices)}use one of {', '.join(choices)}"
             )
-            raise UsageError(f"{key} cannot be {text}", f"{similar}use one of {', '.join(choices)}")
         return str(value)
     if origin is tuple:
         return _convert_tuple(value, annotation, key)

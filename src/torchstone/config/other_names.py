@@ -6,6 +6,9 @@ what it is called here.
 
 from __future__ import annotations
 
+# Values that are called something else there; `true` depends on the key.
+OTHER_VALUES = {"bf16-mixed": "bf16", "bfloat16": "bf16", "float32": "fp32", "adamw_torch": "adamw"}
+TRUE_VALUES = {"model.compile": "block", "model.recompute": "full"}
 # Our key, and a value where the other name stands for one: `full|none` is full if it is on and none if it is off.
 OTHER_NAMES = {
     "activation_checkpoint.mode": "model.recompute",

@@ -43,6 +43,7 @@ Implementation = Literal["auto", "native", "fallback"]
 GRAPHS_PER_BLOCK = 32
 # A run with fewer FLOPs takes seconds on a current GPU: less than its compilation.
 MIN_FLOPS_TO_COMPILE = 2e15
+LONGER = "the first steps take longer"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ DEFAULT_EXECUTION = ExecutionOptions()
 
 def choose_compile(execution: ExecutionOptions, device: torch.device) -> Choice:
     if execution.compile != "auto":
-        return Choice(execution.compile, AS_REQUESTED)
+        return Choice(execution.compile, AS_REQUESTED, "" if execution.compile == "none" else LONGER)
     if device.type != "cuda":
         return Choice("none", "on a CPU")
     if execution.tp > 1:
@@ -88,7 +89,7 @@ def choose_compile(execution: ExecutionOptions, device: torch.device) -> Choice:
         return Choice("none", "triton is not installed")
     if execution.run_flops is not None and execution.run_flops < MIN_FLOPS_TO_COMPILE:
         return Choice("none", f"the run is too short: {execution.run_flops / 1e15:.2g} PFLOP per device")
-    return Choice("block", "the first steps take longer")
+    return Choice("block", LONGER)
 
 
 def choose_recompute(execution: ExecutionOptions, compile: str) -> Choice:

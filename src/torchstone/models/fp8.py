@@ -47,27 +47,22 @@ class Fp8Options:
 def check_fp8(options: Fp8Options, device: torch.device) -> None:
     """Raises UsageError if this device, or the installed torchao, cannot train in FP8."""
     if not options.emulate:
+        needed = f"FP8 needs a GPU of compute capability {_dotted(MIN_CAPABILITY)} or higher (Ada, Hopper, Blackwell)"
         if device.type != "cuda":
-            raise UsageError(
-                f"training.precision fp8 needs a GPU with FP8 kernels, but the device is {device}", INSTEAD
-            )
+            raise UsageError(f"{needed}, but the device is {device}", "leave out training.precision")
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
-            raise UsageError(
-                f"training.precision fp8 needs a GPU of compute capability {_dotted(MIN_CAPABILITY)} or higher (Ada, "
-                f"Hopper, Blackwell), but {torch.cuda.get_device_name(device)} has {_dotted(capability)}",
-                INSTEAD,
-            )
+            raise UsageError(f"{needed}, but {torch.cuda.get_device_name(device)} has {_dotted(capability)}", INSTEAD)
     try:
         installed = version("torchao")
     except PackageNotFoundError:
         raise UsageError(
-            "training.precision fp8 needs the package torchao, which is not installed",
+            "FP8 needs the package torchao, which is not installed",
             f"pip install 'torchstone[torchao]', or {INSTEAD}",
         ) from None
     if tuple(int(part) for part in installed.split(".")[:2]) < MIN_VERSION:
         raise UsageError(
-            f"torchao {installed} is too old for training.precision fp8: {_dotted(MIN_VERSION)} or later is needed",
+            f"torchao {installed} is too old for FP8: {_dotted(MIN_VERSION)} or later is needed",
             f"pip install -U 'torchstone[torchao]', or {INSTEAD}",
         )
     try:

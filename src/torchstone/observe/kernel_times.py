@@ -2,7 +2,7 @@
 
 The name of a kernel tells its kind. What the optimizer starts, such as Muon's matrix products, is the optimizer's. On a
 GPU the time of every kernel, copy and fill counts; idle is the time in which none of them runs. On a CPU the time
-of every operation counts, without the operations that it calls; idle is the time in Python and of waiting.
+of every operation counts, without the operations that it calls; idle is the time in Python, in autograd and of waiting.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class KernelTimes:
     by_kernel: dict[Kernel, float]
     counts: Counter[Kernel]
     busy: float
+    is_gpu: bool
 
     def by_kind(self) -> dict[str, float]:
         return {kind: sum(t for kernel, t in self.by_kernel.items() if kernel.kind == kind) for kind in KINDS}
@@ -71,7 +72,7 @@ def read_trace(path: Path) -> KernelTimes:
     with gzip.open(path, "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES]
-    operations = kernels or _without_children([event for event in events if event.get("cat") == "cpu_op"])
+    operations = kernels or _without_children([event for event in events if _is_operation(event)])
     launches = {_correlation(event): event for event in events if event.get("cat") in LAUNCH_CATEGORIES}
     ranges = [event for event in events if (event.get("cat"), event["name"]) == ("user_annotation", OPTIMIZER_RANGE)]
     times: dict[Kernel, float] = {}
@@ -84,7 +85,13 @@ def read_trace(path: Path) -> KernelTimes:
         kernel = Kernel(kind, event["name"])
         times[kernel] = times.get(kernel, 0.0) + event["dur"]
         counts[kernel] += 1
-    return KernelTimes(times, counts, _union(operations))
+    return KernelTimes(times, counts, _union(operations), bool(kernels))
+
+
+def _is_operation(event: dict[str, Any]) -> bool:
+    """Operations of a CPU, and compiled code; not autograd's nodes, which call operations and may wait for ranks."""
+    name = event["name"]
+    return event.get("cat") == "cpu_op" and ((":" in name and "autograd::" not in name) or "Compiled" in name)
 
 
 def _correlation(event: dict[str, Any]) -> int | None:
@@ -132,13 +139,13 @@ def kernel_table(times: KernelTimes, first: int, last: int, seconds: float, extr
         counts[kernel.kind] += calls
     lines = [
         f"profile of steps {first} to {last}: {step_ms:.1f} ms a step{extra}",
-        f"{'kind':<16}{'ms':>10}{'share':>10}{'kernels':>10}",
+        f"{'kind':<16}{'ms':>10}{'share':>10}{'calls':>10}",
     ]
     idle = max(0.0, step_ms - times.busy / 1e3 / steps)
     rows = [(kind, time / 1e3 / steps, counts[kind] / steps) for kind, time in times.by_kind().items()]
     for kind, ms, count in [*rows, ("idle", idle, 0.0)]:
         lines.append(f"{kind:<16}{ms:>10.2f}{100 * ms / step_ms:>8.1f} %{count:>10.0f}".rstrip())
-    lines.append("kernels with the most time:")
+    lines.append("kernels with the most time per step:" if times.is_gpu else "operations with the most time per step:")
     for kernel, time in sorted(times.by_kernel.items(), key=lambda item: -item[1])[:TOP_KERNELS]:
         lines.append(f"{time / 1e3 / steps:>10.2f} ms  {kernel.kind:<14}{kernel.name[:100]}")
     return "\n".join(lines)

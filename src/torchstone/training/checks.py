@@ -18,10 +18,6 @@ from torchstone.heartbeat import current_phase, read_int_variable
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
 
-SMALLER_HINT = (
-    "use a smaller training.batch_size or, for packed conversations, max_tokens_per_gpu (training.global_batch_size "
-    "keeps the size of a step), --model.recompute full, --model.loss chunked, a smaller data.context_length or model"
-)
 # With bf16 weights and moments.
 SMALLER_PRECISION = {"auto": "bf16-pure", "fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
 WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"

@@ -21,7 +21,7 @@ from torchstone.optim.adamw import AdamW
 from torchstone.optim.build import state_of
 from torchstone.optim.clip import to_local
 from torchstone.optim.muon import Muon
-from torchstone.training.checks import SMALLER_HINT, SMALLER_PRECISION
+from torchstone.training.checks import SMALLER_PRECISION
 from torchstone.training.run import Run
 
 # What the allocator cannot use, and CUDA's own memory.
@@ -128,10 +128,8 @@ def hint_to_fit(
 
 
 def describe_fit(run: Run) -> str:
-    """What to change when a run is out of memory."""
+    """What to change when a run is out of memory: on a GPU what fits, by an estimate, elsewhere what helps."""
     model, device, data, dp = run.model, run.device, run.data, run.ctx.dims.dp
-    if not isinstance(model, NativeModel) or device.type != "cuda" or not current_phase().startswith("computing step"):
-        return SMALLER_HINT
     batch, training, context_length = data.batch_sizes, run.config.training, run.config.data.context_length
     if batch.micro_batch_tokens is not None:
         rows = -(-batch.micro_batch_tokens // context_length)
@@ -139,6 +137,9 @@ def describe_fit(run: Run) -> str:
     else:
         assert batch.micro_batch_rows is not None
         rows, accumulates = max(batch.row_counts(dp)), batch.global_batch_size > dp * batch.micro_batch_rows
+    flags = partial(size_flags, batch, training, context_length)
+    if not isinstance(model, NativeModel) or device.type != "cuda" or not current_phase().startswith("computing step"):
+        return _what_helps(model, flags(rows // 2) if rows > 1 else None)
     # Unpacked rows may be shorter than the context.
     row_tokens = context_length if data.packed else min(context_length, int(data.train.lengths.max()))
     dtype = model.module.compute_dtype or next(model.module.parameters()).dtype
@@ -156,8 +157,20 @@ def describe_fit(run: Run) -> str:
         # Liger's chunks are small.
         chunk_tokens=0 if model.choices["model.loss"].value == "liger" else model.chunk_tokens,
     )
-    flags = partial(size_flags, batch, training, context_length)
     return hint_to_fit(sizes, available_memory(device), flags, SMALLER_PRECISION.get(training.precision))
+
+
+def _what_helps(model: Model, smaller_flags: str | None) -> str:
+    """`smaller_flags`: for smaller micro-batches, if they can be smaller."""
+    recompute, loss = model.choices["model.recompute"].value, model.choices["model.loss"].value
+    changes = {
+        f"{smaller_flags} (the global batch stays the same)": smaller_flags is not None,
+        "--model.recompute full": recompute != "full",
+        "--model.loss chunked": isinstance(model, NativeModel) and loss == "full",
+        "a shorter --data.context_length": True,
+        "a smaller model": True,
+    }
+    return f"use {', or '.join(change for change, helps in changes.items() if helps)}"
 
 
 def available_memory(device: torch.device) -> int:

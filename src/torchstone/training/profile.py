@@ -6,6 +6,7 @@ Validations and saves between two profiled steps are profiled too, and the table
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,8 +37,17 @@ class StepProfiler(Callback):
         self._profiler: profile | None = None
         self._started, self._is_done = 0.0, False
         self._extra: Counter[str] = Counter()
+        total = run.schedule.total_steps
+        if last <= run.progress.step or (total is not None and first > total):
+            self._is_done = True
+            run.console.warn(
+                f"steps {first} to {last} are not profiled: this run goes from step {run.progress.step + 1} to "
+                f"{total or 'any'}"
+            )
 
     def on_step_begin(self, run: Run, step: int) -> None:
+        if self._is_done:
+            return
         if step > self.last:
             self.close()
         elif step >= self.first and self._profiler is None:
@@ -70,12 +80,15 @@ class StepProfiler(Callback):
                 except (OSError, ValueError, LookupError) as error:
                     self.run.console.warn(f"the profile could not be written: {error}")
                 return
-        self.run.console.warn(f"steps {self.first} to {self.last} were not profiled: this process had none of them")
+        self.run.console.warn(f"steps {self.first} to {self.last} were not profiled: the run ended before them")
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self.run.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        else:
+            # Otherwise kineto, the profiler's library, complains on every CPU that there is no GPU.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profiler = profile(activities=activities)
         self._profiler.start()
         self._synchronize()

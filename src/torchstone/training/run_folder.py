@@ -145,9 +145,12 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 def run_identity(config: Config, data: RunData) -> dict[str, Any]:
     """What must stay the same for a checkpoint to resume: the initial model, and the order of the samples."""
+    return {"data": data.fingerprint, "samples": len(data.train)} | config_identity(config)
+
+
+def config_identity(config: Config) -> dict[str, Any]:
+    """What of that is known without the data."""
     return {
-        "data": data.fingerprint,
-        "samples": len(data.train),
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
         "model.init_std": config.model.init_std,

@@ -109,7 +109,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
         restore_optimizer(checkpoint, optimizer, model)
-        restore_rng_states(checkpoint, ctx, seed, console.warn)
+        # The native decoder has no dropout.
+        restore_rng_states(checkpoint, ctx, seed, console.info if isinstance(model, NativeModel) else console.warn)
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
     for warning in [
