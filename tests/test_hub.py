@@ -513,6 +513,8 @@ class TestRuns:
         assert pinned["model"]["path"] == f"org/llama@{model_sha}"
         assert pinned["data"]["path"] == [f"hub:org/rows@{data_sha}/train.jsonl"]
         assert pinned["data"]["validation_path"] == [f"hub:org/rows@{data_sha}/test.jsonl"]
+        again = load_config(overrides=hub_run | {"training.max_steps": 4})
+        assert api.describe_defaults(again).startswith("auto on cpu: training.precision fp32 (as in the checkpoint); ")
 
         # The branches move to another model and other data.
         new_model = make_llama(tmp_path / "new", tokenizer, initializer_range=0.2)

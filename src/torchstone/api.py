@@ -225,7 +225,7 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
         precision = choose_precision(config, device, ctx, identity)
         config = with_precision(config, precision)
         if checkpoint is not None:
-            run_folder.check_identity(identity, run_folder.config_identity(config), checkpoint)
+            _check_resumable(config, identity, checkpoint)
         execution, dtype = execution_options(config, ctx, device), COMPUTE_DTYPE[precision.value]
         if path is None:
             hf_config = build_sized_hf_config(config.model, vocab_size=8, context_length=8)
@@ -249,6 +249,16 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
     except TorchstoneError as error:
         texts.append(f"this run would be refused: {_one_line(error)}")
     return f"auto on {device}: {'; '.join(texts) or 'nothing'}"
+
+
+def _check_resumable(config: Config, identity: dict[str, Any], checkpoint: Path) -> None:
+    """Raises if the run could not resume the checkpoint, as far as that is known before it starts."""
+    current = run_folder.config_identity(config)
+    for key in ("model.path", "model.tokenizer"):
+        # A name on the hub is pinned to the run's commit when it starts.
+        if current[key] is not None and hub.parse_model(current[key]) is not None:
+            del current[key]
+    run_folder.check_identity(identity, current, checkpoint)
 
 
 def _one_line(error: TorchstoneError) -> str:
