@@ -185,13 +185,13 @@ class TestCost:
     @pytest.mark.parametrize(
         ("vocab_size", "itemsize", "free_gib", "expected"),
         [
-            (128256, 2, 139.0, 2048),
+            (128256, 2, 139.0, 4096),
             (128256, 2, 24.0, 2048),
             (128256, 4, 24.0, 1024),
             (64128, 2, 12.0, 2048),
             (262144, 2, 8.0, 512),
             (262144, 2, 0.0, 256),
-            (8, 4, 0.5, 2048),
+            (8, 4, 0.5, 4096),
         ],
     )
     def test_the_chunk_size_follows_from_vocabulary_and_free_memory(

@@ -89,7 +89,7 @@ class TestCompile:
         ("changes", "reason"),
         [
             ({"tp": 2}, "torch.compile computes wrong gradients with parallel.tp"),
-            ({"run_flops": 0.4 * MIN_FLOPS_TO_COMPILE}, "the run is too short: 0.8 PFLOP per device"),
+            ({"run_flops": 0.4 * MIN_FLOPS_TO_COMPILE}, "the run is too short: 0.2 PFLOP per device"),
             ({"liger": ("mlp", "norm")}, "model.liger mlp would break its graphs"),
         ],
     )

@@ -5,9 +5,10 @@
         --vocabulary 1024 --text-bytes 2000000
 
 An arm is a training.precision, after a slash with training.fp8_recipe. All arms train from the same seed on the same
-rows, as `torchstone train` does. One JSON line each, compared with the first arm: `last_50` is the relative difference
-of the mean loss of the last 50 steps, `worst_20` the largest of all means of 20 steps in a row. bf16 is
-not exact either: `fp32` as an arm shows by how much. Without a GPU, `--emulate` multiplies FP8 values in fp32.
+rows, as `torchstone train` does. One JSON line each, compared with the first arm: `all` is the relative difference of
+the mean loss of all steps, `last_50` of the last 50, and `worst_20` the largest of 20 steps in a row, which end at
+`worst_step`. bf16 is not exact either: `fp32` as an arm shows by how much. Without a GPU, `--emulate` multiplies FP8
+values in fp32.
 """
 
 from __future__ import annotations
@@ -110,11 +111,14 @@ def compare(losses: list[float], reference: list[float]) -> dict[str, float]:
     """The last losses of a run, and how far it is from `reference`, as shares of the reference's loss."""
     windows = range(len(losses) - WINDOW + 1)
     differences = [relative_mean(losses[at : at + WINDOW], reference[at : at + WINDOW]) for at in windows]
+    worst = max(differences, key=abs)
     return {
         "first_loss": losses[0],
         "last_50_loss": statistics.fmean(losses[-50:]),
+        "all": relative_mean(losses, reference),
         "last_50": relative_mean(losses[-50:], reference[-50:]),
-        "worst_20": max(differences, key=abs),
+        "worst_20": worst,
+        "worst_step": differences.index(worst) + WINDOW,
     }
 
 

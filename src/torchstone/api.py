@@ -111,7 +111,7 @@ PRECISION_TEXTS = {
     "fp8": "fp32, computed in FP8 and bf16",
     "fp8-pure": "bf16, computed in FP8 and bf16",
 }
-SHORT_RUN = f"but none, as model.recompute, in a run of less than {MIN_FLOPS_TO_COMPILE / 1e15:.0f} PFLOP per device"
+SHORT_RUN = f"but none, as model.recompute, in a run of less than {MIN_FLOPS_TO_COMPILE / 1e15:.2g} PFLOP per device"
 # For commands that do not train.
 MEMORY_HINT = "use a smaller model, or a device with more memory (--device cuda)"
 

@@ -145,7 +145,7 @@ def test_auto_is_chunked_and_a_model_has_the_same_gradients(folder_of: Callable[
         load_model(folder, DEVICE, execution=ExecutionOptions(attention="eager", loss=loss))
         for loss in ("full", "auto")
     )
-    assert str(chunked.choices["model.loss"]) == "chunked (on a GPU, 2048 tokens at a time)"
+    assert str(chunked.choices["model.loss"]) == "chunked (on a GPU, 4096 tokens at a time)"
     ids = torch.randint(96, (4, 24), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     positions = torch.arange(24, device=DEVICE).expand(4, 24)
     losses = [micro_batch_loss(model.module, ids, positions, None, ids.roll(-1, 1)) for model in (full, chunked)]

@@ -28,7 +28,7 @@ def test_the_start_line_says_what_was_chosen(torchstone: Command, settings: Sett
     code, _, err = torchstone("train", *flags(values))
     assert code == 0, err
     assert "precision: bf16 (fp32 master weights); attention: " in err
-    assert "; loss: chunked (on a GPU, 2048 tokens at a time); " in err
+    assert "; loss: chunked (on a GPU, 4096 tokens at a time); " in err
     assert "; compile: none (the run is too short: " in err
     code, _, err = torchstone("train", *flags(values), "--print-config")
     assert err.startswith("auto on cuda:0: training.precision bf16 (fp32 master weights); ")
