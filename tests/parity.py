@@ -133,13 +133,14 @@ class Reference:
             loss.backward()
             total += loss.item()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
-        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer.step()
         self.steps_done += 1
         return StepValues(total, norm.item(), gradients)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        """Those that are trained."""
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def copy(self, dtype: torch.dtype = torch.float32, one_by_one: bool = False) -> Reference:
         """The same weights and moments, in `dtype`."""
@@ -156,8 +157,9 @@ class Reference:
         twin.optimizer.state.clear()
         twin.steps_done = 0
         with torch.no_grad():
-            for name, parameter in twin.model.named_parameters():
-                parameter.copy_(self.initial_weights[name])
+            parameters = dict(twin.model.named_parameters())
+            for name, weight in self.initial_weights.items():
+                parameters[name].copy_(weight)
         return twin
 
 

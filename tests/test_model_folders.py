@@ -504,7 +504,7 @@ class TestForeign:
     @pytest.mark.parametrize("implementation", ["native"])
     def test_an_adapter_beside_a_model_is_refused(self, train_error: TrainError, folder: Path) -> None:
         (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
-        assert "is a PEFT adapter (adapter_config.json), not a model" in train_error(folder, codes=(2,))
+        assert "has a model and a PEFT adapter (adapter_config.json)" in train_error(folder, codes=(2,))
 
     @pytest.mark.parametrize(
         ("model_type", "auto_class", "sizes", "message"),

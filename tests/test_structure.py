@@ -21,8 +21,8 @@ MAX_FUNCTION_LINES = 60
 LAYERS = [
     {"errors", "atomic", "terminal", "heartbeat", "parent_process", "__init__"},
     {"config", "launch", "demo.corpus", "demo.builtin"},
-    {"data", "models", "loss", "optim", "observe", "hub"},
-    {"parallel", "tuning"},
+    {"data", "models", "loss", "optim", "observe", "hub", "tuning"},
+    {"parallel"},
     {"checkpoint"},
     {"training"},
     {"batchsize", "diagnose"},

@@ -23,12 +23,19 @@ import torch.distributed as dist
 
 from torchstone import heartbeat, hub
 from torchstone.checkpoint.export import export_model
-from torchstone.checkpoint.load import CHECKPOINTS, is_model_folder, read_state, resolve_model_folder
+from torchstone.checkpoint.load import (
+    CHECKPOINTS,
+    is_model_folder,
+    read_state,
+    resolve_model_folder,
+    tokenizer_files,
+)
 from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.checkpoint.model_folder import (
     NotNativeError,
     check_model_folder,
     check_new_model,
+    decoder_shapes,
     load_model,
     read_model_config,
     stored_parameter_count,
@@ -414,7 +421,9 @@ def evaluate(
     execution = _execution(config, packed=config.data.packing)
     check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, torch_device, MEMORY_HINT)
     check_model_folder(folder, torch_device, torch.float32, execution)
-    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
+    tokenizer = load_tokenizer(
+        tokenizer_files(folder), config.data.chat_template, config.model.trust_remote_code, console.warn
+    )
     path = _data_path(data, config.data.cache_dir, console)
     with translate_out_of_memory(
         "evaluating", torch_device, lambda: f"use a shorter --context-length; or {MEMORY_HINT}"
@@ -437,12 +446,21 @@ def evaluate(
 
 
 def export(
-    source: str | Path, target: str | Path, dtype: Dtype = "auto", verify: bool = True, trust_remote_code: bool = False
+    source: str | Path,
+    target: str | Path,
+    dtype: Dtype = "auto",
+    verify: bool = True,
+    trust_remote_code: bool = False,
+    merge: bool = False,
+    average_lora_a: bool = False,
 ) -> dict[str, Any]:
-    """Writes a run, a checkpoint or a folder as a Hugging Face folder, verified by loading it in Transformers."""
+    """Writes a run, a checkpoint or a folder as a Hugging Face folder, verified by loading it in Transformers.
+
+    An adapter is written for PEFT, or with `merge` as a model.
+    """
     if dtype not in get_args(Dtype):
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(get_args(Dtype))}")
-    return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code)
+    return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code, merge, average_lora_a)
 
 
 def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: bool = False) -> dict[str, Any]:
@@ -562,7 +580,9 @@ def _load_model_and_tokenizer(config: Config, for_chat: bool = False) -> tuple[M
     execution = _execution(config, packed=False)
     check_memory(4 * (parameters := stored_parameter_count(folder)), parameters, device, MEMORY_HINT)
     check_model_folder(folder, device, torch.float32, execution)
-    tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, Console().warn)
+    tokenizer = load_tokenizer(
+        tokenizer_files(folder), config.data.chat_template, config.model.trust_remote_code, Console().warn
+    )
     if for_chat:
         _check_chat(folder, config, tokenizer)
     with translate_out_of_memory("loading the model", device, lambda: MEMORY_HINT):
@@ -657,13 +677,29 @@ def _describe_run(run: Run) -> list[str]:
     return [
         f"{'endless steps' if steps is None else _count(steps, 'step')}{epochs} of {sizes.global_batch_size} samples, "
         f"micro-batches of {micro_batch}, on {run.device}{processes}; "
-        f"all {run.model.parameter_count / 1e6:.2f}M parameters in {PRECISION_TEXTS[run.config.training.precision]}; "
+        f"{_trained_text(run.model, run.config.training.precision)}; "
         f"{len(run.data.train)} samples to train on, {validation}; "
         f"{_optimizer_text(optim)} with learning rate {optim.learning_rate:g} ({optim.schedule}, "
         f"{_count(warmup_steps, 'step')} of warm-up), weight decay {optim.weight_decay:g}",
         f"{describe_saving(run.config.checkpoint)}, in {run.output_dir / CHECKPOINTS}",
         *mixture,
     ]
+
+
+def _trained_text(model: Model, precision: str) -> str:
+    if model.tuning is None or model.decoder_config is None:
+        return f"all {model.parameter_count / 1e6:.2f}M parameters in {PRECISION_TEXTS[precision]}"
+    counts = model.tuning.count_parameters(decoder_shapes(model.decoder_config))
+    kinds = ", ".join(f"{kind} {_millions(count)}" for kind, count in counts.items())
+    frozen = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
+    return (
+        f"{_millions(sum(counts.values()))} parameters in {PRECISION_TEXTS[precision]}: {kinds}; the model's "
+        f"{_millions(model.parameter_count)} are frozen, in {frozen}"
+    )
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.2f}M"
 
 
 def _optimizer_text(optim: OptimConfig) -> str:

@@ -504,22 +504,26 @@ class Commands:
         *,
         dtype: Dtype = "auto",
         verify: bool = True,
+        merge: bool = False,
+        average_lora_a: bool = False,
         trust_remote_code: bool = False,
         as_json: JsonFlag = False,
     ) -> None:
-        """Write a Hugging Face folder, and verify it by loading it in Transformers.
+        """Write a Hugging Face folder, and verify it by loading it in Transformers. An adapter is written for PEFT.
 
         Args:
             source: A run (its best checkpoint, else its newest), a checkpoint, a Hugging Face folder, or a hub name.
             target: The new folder.
             dtype: float32, bfloat16 or float16; auto keeps that of the model that a run started from.
             verify: Load the folder in Transformers and compare weights and logits.
+            merge: Merge an adapter into its base model, and write the model.
+            average_lora_a: For families that store q, k and v as one linear: write one A, the mean, which is not exact.
             trust_remote_code: Run code from the model's folder.
             as_json: Print the result as JSON.
         """
         from torchstone import api
 
-        _print_result(api.export(source, target, dtype, verify, trust_remote_code), as_json)
+        _print_result(api.export(source, target, dtype, verify, trust_remote_code, merge, average_lora_a), as_json)
 
     def chat(
         self,

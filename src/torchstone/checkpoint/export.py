@@ -8,6 +8,7 @@ with the source, and the logits of a fixed text are compared with ours.
 from __future__ import annotations
 
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,16 @@ import torch
 from torch import Tensor
 
 from torchstone.atomic import check_utf8, new_folder
-from torchstone.checkpoint.load import read_state, resolve_model_folder
+from torchstone.checkpoint.adapter_folder import WEIGHTS_FILE, is_adapter_folder, open_adapter, write_adapter
+from torchstone.checkpoint.load import base_folder, read_state, resolve_model_folder, tokenizer_files
 from torchstone.checkpoint.manifest import read_json
-from torchstone.checkpoint.model_folder import fallback_reason, load_model, open_weights, read_model_config
+from torchstone.checkpoint.model_folder import (
+    decoder_shapes,
+    fallback_reason,
+    load_model,
+    open_weights,
+    read_model_config,
+)
 from torchstone.checkpoint.save import STATE_FILE, hf_state_dict, save_model, save_tokenizer, write_hf_config
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
 from torchstone.checkpoint.tensor_files import open_tensor_file
@@ -26,9 +34,9 @@ from torchstone.checkpoint.weight_files import weight_file_paths, write_weights
 from torchstone.checkpoint.weight_names import LLAMA, WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.decoder import Decoder
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import GENERATION_CONFIG, Model, NativeModel
+from torchstone.tuning.lora import MergedTensors
 
 CPU = torch.device("cpu")
 # Relative to the largest logit, or to 1 if all are smaller.
@@ -36,10 +44,23 @@ LOGITS_TOLERANCE = 1e-5
 
 
 def export_model(
-    source: str, target: Path, dtype: str = "auto", verify: bool = True, trust_remote_code: bool = False
+    source: str,
+    target: Path,
+    dtype: str = "auto",
+    verify: bool = True,
+    trust_remote_code: bool = False,
+    merge: bool = False,
+    average_lora_a: bool = False,
 ) -> dict[str, Any]:
-    """Writes `source` (a run, a checkpoint or a folder) to `target`; returns what was written and measured."""
+    """Writes `source` (a run, a checkpoint or a folder) to `target`; returns what was written and measured.
+
+    An adapter is written as an adapter, for PEFT, or with `merge` as a model.
+    """
     folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
+    if merge and not is_adapter_folder(folder):
+        raise UsageError(f"{folder} has no adapter to merge", "leave out --merge")
+    if average_lora_a and (merge or not is_adapter_folder(folder)):
+        raise UsageError("--average-lora-a is for adapters that are written as such", "leave it out")
     check_utf8(target)
     # The new folder is renamed to the target: a link would be replaced.
     target = target.resolve()
@@ -47,13 +68,18 @@ def export_model(
         raise UsageError(f"{target} is a file", "export into a new folder")
     if target.exists() and any(target.iterdir()):
         raise UsageError(f"{target} exists and is not empty", "export into a new folder")
+    if is_adapter_folder(folder) and not merge:
+        if dtype != "auto":
+            raise UsageError("an adapter keeps its dtype", "leave out --dtype, or write a model with --merge")
+        return _export_adapter(folder, target, verify, average_lora_a)
     execution = ExecutionOptions(trust_remote_code=trust_remote_code)
     target_dtype, dtype_reason = resolve_dtype(folder, dtype)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(tokenizer_files(folder), trust_remote_code=trust_remote_code)
     is_native = fallback_reason(folder, execution) is None
+    merge_errors: dict[str, float] = {}
     with new_folder(target) as work:
         if is_native:
-            _copy_native(folder, target_dtype, work)
+            merge_errors = _copy_native(folder, target_dtype, work)
         else:
             save_model(load_model(folder, CPU, target_dtype, execution), work)
         save_tokenizer(tokenizer, work)
@@ -71,20 +97,89 @@ def export_model(
         "bytes": sum(file.stat().st_size for file in weight_file_paths(target)),
         "verified": verify,
         "max_logit_difference": difference,
+    } | _merge_report(merge_errors)
+
+
+def _merge_report(errors: dict[str, float]) -> dict[str, Any]:
+    """What rounding has lost of the adapters' updates, relative to them, in the weight that lost most."""
+    if not errors:
+        return {}
+    worst = max(errors, key=errors.__getitem__)
+    return {"merge_error": errors[worst], "merge_error_in": worst}
+
+
+def _export_adapter(folder: Path, target: Path, verify: bool, average: bool) -> dict[str, Any]:
+    hf_config, _, config = read_model_config(folder)
+    names = WEIGHT_NAMES[hf_config["model_type"]]
+    tensors = open_adapter(folder, names, decoder_shapes(config))
+    tokenizer = load_tokenizer(tokenizer_files(folder))
+    with new_folder(target) as work:
+        warnings = write_adapter(work, tensors, names, config.tied, average)
+        save_tokenizer(tokenizer, work)
+        difference = None
+        if verify and find_spec("peft") is None:
+            warnings.append("not verified: PEFT is not installed")
+        elif verify:
+            difference = verify_adapter(work, base_folder(folder), load_model(folder, CPU), tokenizer, average)
+    file = target / WEIGHTS_FILE
+    return {
+        "source": str(folder),
+        "folder": str(target),
+        "base": tensors.base,
+        "parameters": sum(tensor.numel() for tensor in _stored_tensors([file])),
+        "bytes": file.stat().st_size,
+        "verified": difference is not None,
+        "max_logit_difference": difference,
+        "warnings": warnings,
     }
 
 
-def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> None:
-    """Writes the Hugging Face files of a native model from any files, one tensor at a time."""
+@torch.no_grad()
+def verify_adapter(
+    folder: Path, base: Path, model: Model, tokenizer: Tokenizer, is_changed: bool = False
+) -> float | None:
+    """Loads the adapter with PEFT; returns the largest difference to the logits of our merged `model`, in fp32.
+
+    `is_changed`: its A are means, so that the logits differ. None if `base` is not a folder that Transformers loads.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if shard_files(base, WEIGHTS):
+        return None
+    attention = {"attn_implementation": "eager"} if model.hf_config.get("attn_logit_softcapping") else {}
+    reference = AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, dtype=torch.float32, **attention)
+    reference = PeftModel.from_pretrained(reference, str(folder)).eval()
+    ids = _probe_ids(model, tokenizer)
+    logits = model.module.eval()(ids, torch.arange(ids.shape[1])[None])
+    difference = (reference(ids).logits - logits).abs().max().item()
+    if not is_changed and not difference <= LOGITS_TOLERANCE * max(1.0, logits.abs().max().item()):
+        raise CheckpointError(f"{folder}: PEFT's logits differ from ours by {difference:.2e}")
+    return difference
+
+
+def _probe_ids(model: Model, tokenizer: Tokenizer) -> Tensor:
+    # A folder's tokenizer may have more tokens than the model has embeddings.
+    encoded = tokenizer.encode("The quick brown fox jumps over the lazy dog.")[:64]
+    return torch.tensor([[min(token, model.vocab_size - 1) for token in encoded]])
+
+
+def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> dict[str, float]:
+    """Writes the Hugging Face files of a native model from any files, one tensor at a time.
+
+    Returns what rounding has lost of the updates, if an adapter was merged.
+    """
     hf_config, family, config = read_model_config(folder)
     model_type = hf_config["model_type"]
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Decoder(config).unfused_parameters().items()}
-    write_weights(open_weights(folder, model_type, config), WEIGHT_NAMES[model_type], shapes, dtype, target)
+    weights = open_weights(folder, model_type, config)
+    write_weights(weights, WEIGHT_NAMES[model_type], decoder_shapes(config), dtype, target)
     write_hf_config(hf_config, family, dtype, target)
     if (folder / GENERATION_CONFIG).is_file():
         read_json(folder / GENERATION_CONFIG)  # Transformers could not load a damaged one.
         (target / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
+    return weights.errors if isinstance(weights, MergedTensors) else {}
 
 
 def resolve_dtype(folder: Path, requested: str) -> tuple[torch.dtype, str]:
@@ -128,6 +223,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _stored_dtypes(folder: Path) -> set[torch.dtype]:
     """The floating-point dtypes of a folder's parameters. Old files also have fp32 RoPE frequencies, for example."""
+    folder = base_folder(folder)
     names = WEIGHT_NAMES.get(str(read_hf_config(folder).get("model_type")), LLAMA)
     files = map(open_tensor_file, shard_files(folder, WEIGHTS) or weight_file_paths(folder))
     tensors = [tensor for file in files for name, tensor in file.tensors.items() if not names.is_ignored(name)]
@@ -165,9 +261,7 @@ def verify_folder(folder: Path, model: Model, tokenizer: Tokenizer, trust_remote
             if tensor.isnan().any():
                 raise CheckpointError(f"{name} has NaN values and cannot be compared")
             raise CheckpointError(f"{folder}: Transformers loads a different {name} than was written")
-    # A folder's tokenizer may have more tokens than the model has embeddings.
-    encoded = tokenizer.encode("The quick brown fox jumps over the lazy dog.")[:64]
-    ids = torch.tensor([[min(token, model.vocab_size - 1) for token in encoded]])
+    ids = _probe_ids(model, tokenizer)
     positions = torch.arange(ids.shape[1])[None]
     logits = model.module.eval().to(wide)(ids, positions)
     expected = reference.to(wide)(ids).logits

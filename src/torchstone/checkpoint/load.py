@@ -11,9 +11,11 @@ import torch
 
 from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
+from torchstone.checkpoint.adapter_folder import CONFIG_FILE, is_adapter_folder, read_adapter_config
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
 from torchstone.checkpoint.tensor_files import name_damaged_file, open_tensor_file
+from torchstone.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.model import Model
 from torchstone.optim.build import ADAMW_STATE, MUON_STATE, OptimizerState, state_of
@@ -64,8 +66,9 @@ def find_resume_checkpoint(
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether it is a Hugging Face folder or a checkpoint. A run has a config.json too, of a different kind."""
-    return (folder / "config.json").is_file() and not (folder / CHECKPOINTS).is_dir()
+    """Whether it is a Hugging Face folder, an adapter or a checkpoint. A run has a config.json of a different kind."""
+    is_model = (folder / "config.json").is_file() or is_adapter_folder(folder)
+    return is_model and not (folder / CHECKPOINTS).is_dir()
 
 
 def resolve_model_folder(
@@ -100,11 +103,34 @@ def resolve_model_folder(
             f"model folder {folder} does not exist",
             "name a Hugging Face folder, a checkpoint or a run, or a model on the hub as org/name",
         )
-    if (folder / "adapter_config.json").is_file():
-        raise UsageError(
-            f"{folder} is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
-        )
     raise UsageError(f"{folder} is neither a Hugging Face folder nor a run with a checkpoint")
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the model that an adapter adapts; `folder` itself if it is not an adapter."""
+    if not is_adapter_folder(folder):
+        return folder
+    if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
+        raise UsageError(
+            f"{folder} has a model and a PEFT adapter ({CONFIG_FILE})", "move one of them to another folder"
+        )
+    name = read_adapter_config(folder).get("base_model_name_or_path")
+    if not name:
+        raise UsageError(f"{folder / CONFIG_FILE}: base_model_name_or_path is not set", "name the model there")
+    base = resolve_model_folder(name)
+    if is_adapter_folder(base):
+        raise UsageError(f"{folder / CONFIG_FILE}: the base model {name} is an adapter itself")
+    return base
+
+
+def files_folder(folder: Path, name: str) -> Path:
+    """Where to look for the file `name` of a model: an adapter that does not have it takes that of its base model."""
+    return folder if (folder / name).is_file() else base_folder(folder)
+
+
+def tokenizer_files(folder: Path) -> Path:
+    """The folder of a model's tokenizer."""
+    return files_folder(folder, "tokenizer_config.json")
 
 
 def read_state(folder: Path) -> dict[str, Any]:

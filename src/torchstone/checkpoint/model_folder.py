@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from torchstone.atomic import read_json_or_empty
+from torchstone.checkpoint.adapter_folder import check_base, fingerprint, is_adapter_folder, open_adapter
+from torchstone.checkpoint.load import base_folder, files_folder
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import read_shapes
 from torchstone.checkpoint.transformers_folder import check_fallback_folder, load_fallback, read_hf_config
@@ -47,8 +49,11 @@ from torchstone.models.model import (
     padded_vocab_size,
     resize_warning,
 )
-from torchstone.parallel.build import ModelBuilder, TensorSource, fill_parameters
+from torchstone.models.tensors import TensorSource
+from torchstone.parallel.build import ModelBuilder, fill_parameters
 from torchstone.parallel.local_shards import local_shards
+from torchstone.tuning.lora import MergedTensors
+from torchstone.tuning.plan import TuningPlan
 
 # Keys of older files that are still read, and keys that tools leave behind.
 LEGACY_KEYS = ("rope_scaling", "rope_theta", "torch_dtype", "dtype", "partial_rotary_factor", "transformers_version")
@@ -63,6 +68,7 @@ class NotNativeError(UsageError):
 
 def read_model_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
     """config.json, its family and decoder config. Raises NotNativeError if the decoder does not support it."""
+    folder = files_folder(folder, "config.json")
     hf_config = read_hf_config(folder)
     path = folder / "config.json"
     try:
@@ -88,8 +94,9 @@ def load_model(
     execution: ExecutionOptions = DEFAULT_EXECUTION,
     builder: ModelBuilder | None = None,
     tokenizer_size: int = 0,
+    tuning: TuningPlan | None = None,
 ) -> Model:
-    """Loads the model of a folder. A missing or unknown weight is an error.
+    """Loads the model of a folder, with the adapters of `tuning`. A missing or unknown weight is an error.
 
     Embeddings smaller than `tokenizer_size` are resized. New ones start as the mean of the old, so a new token gets an
     average logit; with random values it could get the largest of all.
@@ -97,9 +104,19 @@ def load_model(
     builder = builder or ModelBuilder(device, dtype)
     reason = fallback_reason(folder, execution)
     if reason is None:
-        model: Model = _load_native(folder, device, dtype, execution, builder, tokenizer_size)
+        model: Model = _load_native(folder, device, dtype, execution, builder, tokenizer_size, tuning)
         model.apply_execution(execution)
         return model
+    if tuning is not None:
+        raise UsageError(
+            f"tuning.method lora needs the native decoder, but this model runs in the Transformers fallback ({reason})",
+            "use --tuning.method full",
+        )
+    if is_adapter_folder(folder):
+        raise UsageError(
+            f"{folder} is an adapter of a model that runs in the Transformers fallback ({reason})",
+            "merge it with PEFT first (merge_and_unload)",
+        )
     module = load_fallback(folder, execution.attention, device, builder.dtype, execution.trust_remote_code)
     notes = [f"runs in the Transformers fallback ({reason})"]
     if module.packing_method is not None:
@@ -120,7 +137,8 @@ def load_model(
 
 def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
     """Why a folder's model runs in the Transformers fallback; None if it runs natively."""
-    implementation, hf_config = execution.implementation, read_hf_config(folder)
+    hf_config = read_hf_config(files_folder(folder, "config.json"))
+    implementation = execution.implementation
     if implementation == "fallback":
         return "as requested"
     if implementation == "auto" and execution.trust_remote_code and _remote_code_class(hf_config):
@@ -138,6 +156,7 @@ def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
 
 def stored_parameter_count(folder: Path) -> int:
     """The number of parameters in a folder's weight files, from their headers: files may be larger than memory."""
+    folder = base_folder(folder)
     files = shard_files(folder, WEIGHTS) or weight_file_paths(folder)
     return sum(math.prod(shape) for path in files for shape in read_shapes(path).values())
 
@@ -169,20 +188,37 @@ def check_new_model(
     return _check_native_execution(config, device, dtype, execution)
 
 
-def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles:
-    """A folder's weights, checked by name and shape. A checkpoint of several ranks has sharded files."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
+def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles | MergedTensors:
+    """A folder's weights, checked by name and shape. A checkpoint of several ranks has sharded files.
+
+    Those of an adapter are the weights of its base model with the adapter merged.
+    """
+    if is_adapter_folder(folder):
+        return _open_merged(folder, model_type, config)
     paths = shard_files(folder, WEIGHTS)
     if not paths:
-        return WeightFiles(folder, WEIGHT_NAMES[model_type], decoder)
-    files = ShardedFiles(paths)
-    expected = {name: tuple(parameter.shape) for name, parameter in decoder.unfused_parameters().items()}
+        with torch.device("meta"):
+            return WeightFiles(folder, WEIGHT_NAMES[model_type], Decoder(config))
+    files, expected = ShardedFiles(paths), decoder_shapes(config)
     shapes = {name: tuple(files.shape(name)) for name in files.names}
     wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if wrong:
         raise CheckpointError(f"{folder}: the weights do not match config.json", f"see {', '.join(wrong[:8])}")
     return files
+
+
+def _open_merged(folder: Path, model_type: str, config: DecoderConfig) -> MergedTensors:
+    names, shapes = WEIGHT_NAMES[model_type], decoder_shapes(config)
+    tensors, base = open_adapter(folder, names, shapes), base_folder(folder)
+    files = open_weights(base, model_type, config)
+    check_base(tensors, base, fingerprint(files, shapes))
+    return MergedTensors(files, tensors, [tensors.adapter], shapes)
+
+
+def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a decoder's parameters, unfused."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(config).unfused_parameters().items()}
 
 
 class ResizedEmbeddings:
@@ -221,6 +257,7 @@ def _load_native(
     execution: ExecutionOptions,
     builder: ModelBuilder,
     tokenizer_size: int,
+    tuning: TuningPlan | None,
 ) -> NativeModel:
     hf_config, family, config = read_model_config(folder)
     choice = choose_attention(config, execution, device, dtype)
@@ -232,7 +269,9 @@ def _load_native(
         source, new_size = ResizedEmbeddings(source, config.vocab_size), padded_vocab_size(tokenizer_size)
         warnings.append(resize_warning(tokenizer_size, config.vocab_size, new_size))
         config, hf_config["vocab_size"] = replace(config, vocab_size=new_size), new_size
-    decoders = builder.build_decoders(config, choice.value, execution.fused, execution.fp8)
+    decoders = builder.build_decoders(config, choice.value, execution, tuning)
+    if tuning is not None:
+        source = tuning.tensors(source, decoder_shapes(config))
     fill_parameters(decoders, source)
     if isinstance(files, WeightFiles):
         _check_head_copies(files, decoders)
@@ -247,6 +286,7 @@ def _load_native(
         warnings=warnings + _misspelled_keys(hf_config),
         family=family,
         decoders=decoders,
+        tuning=tuning,
     )
 
 

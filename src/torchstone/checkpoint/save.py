@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from torchstone.checkpoint import manifest
+from torchstone.checkpoint.adapter_folder import AdapterTensors, write_adapter, write_adapter_config
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, WEIGHTS, shard_file, write_shards
 from torchstone.checkpoint.tensor_files import write_tensors
 from torchstone.checkpoint.transformers_folder import full_state_dict, save_fallback
 from torchstone.checkpoint.weight_files import hf_tensors, save_weights
-from torchstone.checkpoint.weight_names import WEIGHT_NAMES
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES, WeightNames
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError
 from torchstone.models.families import Family
@@ -31,6 +32,8 @@ from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, Nat
 from torchstone.observe.console import Console
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
+from torchstone.tuning.lora import is_adapter_parameter, split_parameter_name
+from torchstone.tuning.plan import TuningPlan
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RNG_FILE = "random.safetensors"
@@ -69,20 +72,39 @@ def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS
     assert isinstance(model, NativeModel)
     config = model.decoder_config
     if ctx.world_size > 1:
+        # All of them, unless adapters are trained.
         shards = [
             shard
-            for name, parameter in model.named_parameters()
+            for name, parameter in model.trained_parameters()
             if is_owner(config, name, parameter)
             for shard in local_shards(config, name, parameter.detach())
         ]
         write_shards(shard_file(folder, WEIGHTS, ctx.rank), shards)
     if not ctx.is_main:
         return
+    names = WEIGHT_NAMES[model.hf_config["model_type"]]
     write_hf_config(model.hf_config, model.family, model.dtype, folder)
-    if ctx.world_size == 1:
-        save_weights(full_unfused_parameters(model), WEIGHT_NAMES[model.hf_config["model_type"]], folder)
+    if model.tuning is not None:
+        save_adapter(model, model.tuning, names, folder, with_tensors=ctx.world_size == 1)
+    elif ctx.world_size == 1:
+        save_weights(full_unfused_parameters(model), names, folder)
     if model.generation_config is not None:
         (folder / GENERATION_CONFIG).write_bytes(model.generation_config)
+
+
+def save_adapter(
+    model: NativeModel, tuning: TuningPlan, names: WeightNames, folder: Path, with_tensors: bool
+) -> list[str]:
+    """Writes the trained adapter for PEFT; without the tensors, adapter_config.json only. Returns warnings."""
+    adapter = tuning.trained_adapter
+    if not with_tensors:
+        write_adapter_config(folder, adapter, names, tuning.trained_parameters, tuning.base)
+        return []
+    trained = {name: parameter.detach() for name, parameter in model.trained_parameters()}
+    factors = {name: tensor for name, tensor in trained.items() if is_adapter_parameter(name)}
+    saved = {name: tensor for name, tensor in trained.items() if name not in factors}
+    tensors = AdapterTensors(adapter, factors, saved, tuning.base, tuning.base_fingerprint)
+    return write_adapter(folder, tensors, names, model.decoder_config.tied)
 
 
 def full_unfused_parameters(model: NativeModel) -> dict[str, Tensor]:
@@ -104,6 +126,9 @@ def hf_state_dict(model: Model) -> dict[str, Tensor]:
 
 def hf_name(model: Model, name: str) -> str:
     """The Hugging Face name of the tensor that holds an unfused parameter."""
+    if is_adapter_parameter(name):
+        linear, _, kind = split_parameter_name(name)
+        return f"{hf_name(model, f'{linear}.weight').removesuffix('.weight')}.{kind}"
     if isinstance(model, NativeModel):
         return next(iter(WEIGHT_NAMES[model.hf_config["model_type"]].stored_tensors([name])))
     return name.removeprefix("hf.")

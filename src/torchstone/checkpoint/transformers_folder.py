@@ -65,10 +65,6 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         check_sizes(value)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: does not describe a model: {error}") from None
-    if (folder / "adapter_config.json").exists():
-        raise UsageError(
-            f"{folder}: is a PEFT adapter (adapter_config.json), not a model", "merge it into its base model first"
-        )
     return value
 
 

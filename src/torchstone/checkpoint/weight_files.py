@@ -20,7 +20,7 @@ from torchstone.checkpoint.tensor_files import DTYPE_NAMES, TensorFile, open_ten
 from torchstone.checkpoint.weight_names import StoredTensorSpec, WeightNames
 from torchstone.errors import CheckpointError
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder
-from torchstone.parallel.build import TensorSource
+from torchstone.models.tensors import TensorSource
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -109,7 +109,7 @@ def save_weights(
     """Writes unfused parameters under their Hugging Face names."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     dtype = reduce(torch.promote_types, {parameter.dtype for parameter in parameters.values()})
-    return write_weights(_InMemoryTensors(parameters), names, shapes, dtype, folder, max_shard_bytes)
+    return write_weights(InMemoryTensors(parameters), names, shapes, dtype, folder, max_shard_bytes)
 
 
 def write_weights(
@@ -203,11 +203,14 @@ def _stack(parameters: dict[str, Tensor], stored: StoredTensorSpec) -> Tensor:
     return (tensor.T if stored.is_transposed else tensor).contiguous()
 
 
-class _InMemoryTensors:
+class InMemoryTensors:
     """A `TensorSource` of tensors in memory."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.names = tensors, list(tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
 
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
         read_slice_into(self.tensors[name], target, offset)

@@ -23,6 +23,7 @@ from torchstone.config.files import read_config_file, read_yaml
 from torchstone.config.other_names import EXPLANATIONS, OTHER_NAMES, OTHER_VALUES, TRUE_VALUES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
+    LORA_LEARNING_RATE,
     NEW_MODEL_KEYS,
     PRESET_BATCH_KEYS,
     SECTION_HELP,
@@ -156,6 +157,8 @@ def _fine_tuning_defaults(settings: Mapping[str, Setting]) -> dict[str, Setting]
     if not is_set("model.path"):
         return {}
     defaults = dict(FINE_TUNING_DEFAULTS)
+    if is_set("tuning.method") and settings["tuning.method"].value == "lora":
+        defaults["optim.learning_rate"] = LORA_LEARNING_RATE
     if is_set("optim.warmup_steps") or (is_set("training.mode") and settings["training.mode"].value == "infinite"):
         # The number of steps is set, or the run has no end to take a share of.
         del defaults["optim.warmup_ratio"]
@@ -257,7 +260,7 @@ def explain_name(name: str, value: Any = None, given: Collection[str] = ()) -> s
     is_off = str(value).lower() in OFF_WORDS
     names = (leaf, leaf.partition("_")[0], "" if section in SECTION_HELP else section)
     explanation = next((EXPLANATIONS[known] for known in names if known in EXPLANATIONS), None)
-    if explanation is not None:
+    if explanation is not None and leaf not in OTHER_NAMES:
         return f"leave it out: {explanation}" if is_off else explanation
     key, _, values = (OTHER_NAMES.get(name) or _key_with_leaf(leaf) or OTHER_NAMES.get(leaf, "")).partition(" ")
     if key in ("", name):

@@ -292,6 +292,40 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class TuningConfig:
+    method: Literal["full", "lora"] = "full"
+    """What is trained: all parameters, or low-rank adapters of frozen linears (LoRA), saved in PEFT's format."""
+
+    lora_rank: Size = 16
+    """Rank of the adapters (PEFT's r)."""
+
+    lora_alpha: PositiveFloat | None = None
+    """The adapters are multiplied by alpha / rank; by default alpha is 2 x rank."""
+
+    lora_dropout: Beta = 0.0
+    """Dropout of the adapters' input."""
+
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Linears that get an adapter: ends of Hugging Face names (q_proj,v_proj), a regular expression, or all-linear,
+    which is all but the head."""
+
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained as they are, and saved with the adapter: ends of names, such as embed_tokens,lm_head."""
+
+    lora_rslora: bool = False
+    """Multiply the adapters by alpha / sqrt(rank) (rsLoRA)."""
+
+    lora_dora: bool = False
+    """Also train the length of every row of the adapted weights (DoRA)."""
+
+    lora_plus_ratio: PositiveFloat | None = None
+    """Learning rate of B, as a multiple of optim.learning_rate (LoRA+)."""
+
+    adapter: PathText | None = None
+    """PEFT adapter to continue: a folder, or a run. Rank, alpha, dropout and targets are its own."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     dp_replicate: PositiveInt = 1
     """Replicas of the model; their gradients are summed."""
@@ -408,6 +442,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -425,6 +460,7 @@ SECTION_HELP = {
     "data": "the data",
     "training": "length, batch sizes, precision, validation",
     "optim": "AdamW, Muon, learning-rate schedule, clipping",
+    "tuning": "what is trained: everything, or LoRA adapters",
     "parallel": "parallelism",
     "checkpoint": "saving and resuming",
     "observe": "console output",
@@ -440,6 +476,9 @@ NEW_MODEL_KEYS = (
 # Defaults with model.path where they differ from those of a new model; docs/training.md says why.
 FINE_TUNING_DEFAULTS = {"optim.learning_rate": 2e-5, "optim.weight_decay": 0.0, "optim.warmup_ratio": 0.03}
 FINE_TUNING_BATCH_SIZE = 32
+# Adapters need about ten times the learning rate of full fine-tuning.
+LORA_LEARNING_RATE = 2e-4
+LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_rslora", "lora_dora")
 # Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
 PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
 
@@ -560,6 +599,24 @@ def _muon_rule(name: str) -> Rule:
         lambda c: c.optim.name != "muon" and getattr(c.optim, name) != getattr(OptimConfig, name),
         f"optim.{name} is for Muon, but optim.name is {{c.optim.name}}",
         f"leave out optim.{name}, or set --optim.name muon",
+    )
+
+
+def _lora_rule(name: str) -> Rule:
+    return Rule(
+        f"tuning.{name}",
+        lambda c: c.tuning.method != "lora" and getattr(c.tuning, name) != getattr(TuningConfig, name),
+        f"tuning.{name} is for LoRA, but tuning.method is {{c.tuning.method}}",
+        f"leave out tuning.{name}, or set --tuning.method lora",
+    )
+
+
+def _adapter_rule(name: str) -> Rule:
+    return Rule(
+        f"tuning.{name}",
+        lambda c: c.tuning.adapter is not None and getattr(c.tuning, name) != getattr(TuningConfig, name),
+        f"both tuning.{name} and tuning.adapter are set, but the adapter has its own",
+        f"leave out tuning.{name}",
     )
 
 
@@ -707,6 +764,27 @@ RULES = [
         lambda c: c.observe.sample_every_steps is not None and c.parallel.pp > 1,
         "observe.sample_every_steps does not work with pipelines, whose ranks hold only some of the layers",
         "leave it out; torchstone generate and torchstone chat read every checkpoint",
+    ),
+    *(_lora_rule(name) for name in (*LORA_KEYS, "modules_to_save", "lora_plus_ratio", "adapter")),
+    *(_adapter_rule(name) for name in (*LORA_KEYS, "modules_to_save")),
+    Rule(
+        "tuning.method",
+        lambda c: c.tuning.method == "lora" and c.model.path is None,
+        "tuning.method lora adapts an existing model, but model.path is not set",
+        "add --model.path FOLDER",
+        only_for_training=True,
+    ),
+    Rule(
+        "model.fused",
+        lambda c: c.tuning.method == "lora" and c.model.fused != ("auto",) and bool(c.model.fused),
+        "model.fused does not work with LoRA, whose adapters belong to single projections",
+        "leave out model.fused; products with the same input are computed together anyway",
+    ),
+    Rule(
+        "optim.name",
+        lambda c: c.tuning.method == "lora" and c.optim.name == "muon",
+        "optim.name muon does not work with LoRA: it orthogonalizes whole matrices, not their factors",
+        "use --optim.name adamw",
     ),
     *(_sample_rule(name) for name in ("sample_prompts", "sample_tokens")),
     *(_muon_rule(name) for name in ("muon_learning_rate", "muon_momentum", "muon_adjust_lr_fn")),

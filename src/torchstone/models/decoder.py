@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -176,6 +176,8 @@ def build_norm(config: DecoderConfig, width: int) -> nn.Module:
     return RMSNorm(width, config.norm_eps, config.norm)
 
 
+# The outputs of several linears with the same input.
+Project = Callable[[Sequence[nn.Linear], Tensor], Sequence[Tensor]]
 # (hidden states, head weight) -> loss.
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -185,6 +187,10 @@ class LayerInputs(NamedTuple):
 
     cos_sin: CosSin | None
     mask: AttentionMask
+
+
+def project(linears: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
+    return [linear(x) for linear in linears]
 
 
 class Attention(nn.Module):
@@ -207,6 +213,8 @@ class Attention(nn.Module):
         self.select_kv_heads: Callable[[Tensor], Tensor] | None = None
         # A fused kernel (q, k, cos_sin) -> (q, k), set by liger.py.
         self.rotary_kernel: Callable[[Tensor, Tensor, CosSin], tuple[Tensor, Tensor]] | None = None
+        # Another way to compute `project`, set by tuning/lora.py.
+        self.project: Project = project
         self.is_fused = is_fused
         if is_fused:
             self.wqkv = nn.Linear(config.width, sum(self.qkv_features), bias=config.qkv_bias)
@@ -239,7 +247,7 @@ class Attention(nn.Module):
         if self.is_fused:
             q, k, v = self.wqkv(x_BTD).split(self.qkv_features, dim=-1)
         else:
-            q, k, v = self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
+            q, k, v = self.project((self.wq, self.wk, self.wv), x_BTD)
         if self.qk_norm == "none":
             return self._split_heads(q), self._split_heads(k), self._split_heads(v)
         if self.qk_norm == "all":
@@ -256,6 +264,8 @@ class MLP(nn.Module):
         self.activation, self.is_gated, self.is_fused = ACTIVATIONS[config.activation], config.is_gated, is_fused
         # Another way to compute `gate_activation`, set by liger.py and execution.py.
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
+        # As in `Attention`.
+        self.project: Project = project
         if config.is_gated and is_fused:
             self.gate_up = nn.Linear(config.width, 2 * config.mlp_width, bias=config.mlp_bias)
         else:
@@ -270,7 +280,7 @@ class MLP(nn.Module):
         if self.is_fused:
             gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
         else:
-            gate, up = self.gate(x_BTD), self.up(x_BTD)
+            gate, up = self.project((self.gate, self.up), x_BTD)
         return self.down(self.gate_activation(gate, up) if self.kernel is None else self.kernel(gate, up))
 
     def gate_activation(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -15,18 +15,24 @@ from torch import nn
 
 
 class MasterWeights:
-    """Replaces the parameters of `module` by copies in `dtype`; `parameters` has the originals, by name."""
+    """Replaces the parameters of `module` by copies in `dtype`; `parameters` has the originals, by name.
+
+    A parameter that has this dtype already, such as a frozen one, stays as it is.
+    """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.parameters = dict(module.named_parameters())
         self.copies = {
-            master: nn.Parameter(master.detach().to(dtype), master.requires_grad) for master in self.parameters.values()
+            master: nn.Parameter(master.detach().to(dtype), master.requires_grad)
+            for master in self.parameters.values()
+            if master.dtype != dtype
         }
         # A tied parameter is in several places.
         self._places = [
             (submodule, name, parameter)
             for submodule in module.modules()
             for name, parameter in submodule.named_parameters(recurse=False)
+            if parameter in self.copies
         ]
         for master, copy in self.copies.items():
             # On CUDA the gradient of a single micro-batch stays in bf16.

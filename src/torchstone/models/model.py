@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from torchstone.models.liger import LigerChoice, apply_liger, apply_liger_to_fal
 from torchstone.models.master_weights import MasterWeights
 from torchstone.models.sizing import describe, parameter_count
 
+if TYPE_CHECKING:
+    from torchstone.tuning.plan import TuningPlan
+
 GENERATION_CONFIG = "generation_config.json"
 # Embeddings grow to a multiple of this, which matmul kernels prefer.
 VOCAB_MULTIPLE = 8
@@ -60,6 +63,8 @@ class Model(ABC):
     warnings: list[str] = field(default_factory=list)
     # Set if the module computes with copies of them.
     master_weights: MasterWeights | None = None
+    # What is trained; None: everything.
+    tuning: TuningPlan | None = None
 
     @property
     @abstractmethod
@@ -134,10 +139,13 @@ class Model(ABC):
         for part in self.model_parts:
             yield from part.named_parameters()
 
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (each for each in self.named_parameters() if each[1].requires_grad)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters that the optimizer updates."""
-        return next(self.named_parameters())[1].dtype
+        return next(self.trained_parameters())[1].dtype
 
     def use_master_weights(self, dtype: torch.dtype) -> None:
         """Makes the module compute in `dtype`, and keeps its parameters for the optimizer."""

@@ -30,14 +30,18 @@ def build_optimizer(
     kinds: Mapping[str, str],
     exchange: ProjectionExchange | None = None,
     copies: Copies | None = None,
+    lr_scales: Mapping[str, float] | None = None,
 ) -> AdamW | Muon:
-    """AdamW, or for `optim.name` muon, Muon for the matrices of `exchange` and AdamW for the rest."""
+    """AdamW, or for `optim.name` muon, Muon for the matrices of `exchange` and AdamW for the rest.
+
+    `lr_scales`: by parameter name, learning rates of AdamW as multiples of that of all others.
+    """
     parameters = list(named_parameters)
     if optim.name == "adamw":
-        return _build_adamw(parameters, optim, kinds, copies)
+        return _build_adamw(parameters, optim, kinds, copies, lr_scales or {})
     assert exchange is not None, "Muon needs whole projections"
     is_matrix = {name: name in exchange.projections for name, _ in parameters}
-    adamw = _build_adamw([each for each in parameters if not is_matrix[each[0]]], optim, kinds, copies)
+    adamw = _build_adamw([each for each in parameters if not is_matrix[each[0]]], optim, kinds, copies, {})
     groups = _decay_groups([each for each in parameters if is_matrix[each[0]]], optim, kinds)
     learning_rate = optim.learning_rate if optim.muon_learning_rate is None else optim.muon_learning_rate
     for group in groups:
@@ -53,9 +57,16 @@ def state_of(optimizer: AdamW | Muon, parameter: nn.Parameter) -> OptimizerState
 
 
 def _build_adamw(
-    parameters: NamedParameters, optim: OptimConfig, kinds: Mapping[str, str], copies: Copies | None
+    parameters: NamedParameters,
+    optim: OptimConfig,
+    kinds: Mapping[str, str],
+    copies: Copies | None,
+    lr_scales: Mapping[str, float],
 ) -> AdamW:
-    groups = _decay_groups(parameters, optim, kinds)
+    groups = []
+    for scale in {1.0: None} | dict.fromkeys(lr_scales.values()):
+        scaled = [each for each in parameters if lr_scales.get(each[0], 1.0) == scale]
+        groups += [group | {"lr_scale": scale} for group in _decay_groups(scaled, optim, kinds)]
     return AdamW(groups, copies, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps)
 
 

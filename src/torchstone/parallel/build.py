@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,16 @@ from torchstone.models.decoder import Decoder, DecoderConfig, Fusion, init_tenso
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions, check_fallback_execution, choose_attention
 from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES
-from torchstone.models.fp8 import Fp8Options, apply_fp8
+from torchstone.models.fp8 import apply_fp8
 from torchstone.models.model import Model, NativeModel
+from torchstone.models.tensors import TensorSource
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, apply_fsdp, mixed_precision_policy
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.parallel.pipeline import Pipeline, StageModule, split_layers, stage_indices
 from torchstone.parallel.runner import Runner, micro_batch_loss
 from torchstone.parallel.tensor_parallel import apply_tensor_parallel, check_tp, shards_kv_heads
+from torchstone.tuning.plan import TuningPlan
 
 # Each holds one tensor while it draws it.
 MAX_THREADS = 8
@@ -46,11 +48,13 @@ class ModelBuilder:
         self,
         config: DecoderConfig,
         backend: AttentionBackend,
-        fused: tuple[Fusion, ...],
-        fp8: Fp8Options | None = None,
+        execution: ExecutionOptions = DEFAULT_EXECUTION,
+        tuning: TuningPlan | None = None,
     ) -> list[Decoder]:
         """The decoders of this process, with uninitialized parameters."""
-        decoder = self._build_on_meta(config, backend, fused, fp8)
+        decoder = self._build_on_meta(config, backend, execution, tuning)
+        if tuning is not None:
+            tuning.freeze(decoder)
         if self.compute_dtype != self.dtype:
             decoder.compute_dtype = self.compute_dtype
         decoder.to_empty(device=self.device)
@@ -61,16 +65,18 @@ class ModelBuilder:
         self,
         config: DecoderConfig,
         backend: AttentionBackend,
-        fused: tuple[Fusion, ...],
-        fp8: Fp8Options | None,
+        execution: ExecutionOptions,
+        tuning: TuningPlan | None,
         layers: range | None = None,
     ) -> Decoder:
         with torch.device("meta"):
-            decoder = Decoder(config, backend, fused, layers).to(self.dtype)
-        if fp8 is not None:
-            note = apply_fp8(decoder, fp8, self.device)
+            decoder = Decoder(config, backend, execution.fused, layers).to(self.dtype)
+        if execution.fp8 is not None:
+            note = apply_fp8(decoder, execution.fp8, self.device)
             # Every pipeline stage of this process has the same.
             self.notes += [] if note in self.notes else [note]
+        if tuning is not None:
+            tuning.add_adapters(decoder, self.compute_dtype, execution.tp)
         return decoder
 
     def shard_fallback(self, module: FallbackModule) -> None:
@@ -81,7 +87,7 @@ class ShardedModelBuilder(ModelBuilder):
     """Builds this rank's part of a model. Afterwards `fsdp_roots` and `stage_modules` hold its modules."""
 
     def __init__(self, ctx: ParallelContext, parallel: ParallelConfig, precision: str, device: torch.device) -> None:
-        super().__init__(device, PARAM_DTYPE[precision])
+        super().__init__(device, PARAM_DTYPE[precision], COMPUTE_DTYPE[precision])
         self.ctx, self.parallel, self.precision = ctx, parallel, precision
         self.fsdp_roots: list[nn.Module] = []
         self.stage_modules: dict[int, StageModule] = {}
@@ -90,21 +96,21 @@ class ShardedModelBuilder(ModelBuilder):
         self,
         config: DecoderConfig,
         backend: AttentionBackend,
-        fused: tuple[Fusion, ...],
-        fp8: Fp8Options | None = None,
+        execution: ExecutionOptions = DEFAULT_EXECUTION,
+        tuning: TuningPlan | None = None,
     ) -> list[Decoder]:
         dims = self.ctx.dims
         layer_ranges = stage_layer_ranges(config, dims, self.parallel)
-        fused = self._supported_fusions(config, fused)
+        execution = replace(execution, fused=self._supported_fusions(config, execution.fused), tp=dims.tp)
         if len(layer_ranges) > 1:
             sizes = ", ".join(str(len(layers)) for layers in layer_ranges)
             self.notes.append(f"pipeline: {self.parallel.schedule}, {len(layer_ranges)} stages of {sizes} layers")
         decoders = []
         for index in stage_indices(self.ctx.pp_rank, dims.pp, len(layer_ranges)):
-            decoder = self._build_on_meta(config, backend, fused, fp8, layer_ranges[index])
+            decoder = self._build_on_meta(config, backend, execution, tuning, layer_ranges[index])
             if dims.pp > 1:
                 self.stage_modules[index] = StageModule(decoder, micro_batch_loss)
-            self._parallelize(decoder, self.stage_modules.get(index, decoder))
+            self._parallelize(decoder, self.stage_modules.get(index, decoder), tuning)
             decoders.append(decoder)
         return decoders
 
@@ -119,10 +125,12 @@ class ShardedModelBuilder(ModelBuilder):
         self.fsdp_roots.append(module)
         self.notes.append(f"FSDP2 over {len(blocks)} blocks ({', '.join(sorted(names)) or 'one unit'})")
 
-    def _parallelize(self, decoder: Decoder, root: nn.Module) -> None:
+    def _parallelize(self, decoder: Decoder, root: nn.Module, tuning: TuningPlan | None) -> None:
         assert self.ctx.mesh is not None
         if self.ctx.dims.tp > 1:
             apply_tensor_parallel(decoder, self.ctx.mesh["tp"], self.parallel.sequence)
+        if tuning is not None:
+            tuning.freeze(decoder)
         policy = mixed_precision_policy(self.precision)
         apply_fsdp(root, decoder.layers.values(), self.ctx.dp_mesh, self.parallel.zero, policy)
         decoder.compute_dtype = COMPUTE_DTYPE[self.precision]
@@ -145,13 +153,6 @@ def stage_layer_ranges(config: DecoderConfig, dims: ParallelDims, parallel: Para
     """The layers of each pipeline stage. Raises UsageError if the model's sizes do not allow the layout."""
     check_tp(config, dims.tp)
     return split_layers(config, dims.pp * resolve_stages_per_rank(parallel), parallel.stage_layers)
-
-
-class TensorSource(Protocol):
-    """Anything that has a model's global, unfused tensors: a folder, a checkpoint, a seed."""
-
-    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
-        """Overwrites `target` with the slice of `name` that starts at `offset` and has the shape of `target`."""
 
 
 @torch.no_grad()
@@ -195,7 +196,7 @@ def build_new_model(
     config = replace(family.decoder_config(hf_config), padding_idx=None)
     choice = choose_attention(config, execution, device, dtype)
     builder = builder or ModelBuilder(device, dtype)
-    decoders = builder.build_decoders(config, choice.value, execution.fused, execution.fp8)
+    decoders = builder.build_decoders(config, choice.value, execution)
     # Drawing a tensor takes one core.
     fill_parameters(decoders, InitialTensors(config, std, seed), min(MAX_THREADS, torch.get_num_threads()))
     model = NativeModel(decoders[0], hf_config, notes=list(builder.notes), family=family, decoders=decoders)

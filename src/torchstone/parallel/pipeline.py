@@ -203,6 +203,8 @@ class Pipeline:
         last = self.num_stages - 1
         modules += [self.stage_modules[last].decoder.head] if last in self.stage_modules else []
         for module in modules:
+            if not module.weight.requires_grad:
+                return
             gradient = module.weight.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self._tied_group)

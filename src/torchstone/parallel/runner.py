@@ -74,9 +74,9 @@ class Runner:
 
     @cached_property
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that this rank counts, with their names: a replicated one counts on one rank only."""
+        """The trained parameters that this rank counts, with their names: a replicated one counts on one rank only."""
         model = self.model
-        return [each for each in model.named_parameters() if is_owner(model.decoder_config, *each)]
+        return [each for each in model.trained_parameters() if is_owner(model.decoder_config, *each)]
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""

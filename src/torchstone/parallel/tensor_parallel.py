@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Attention, Decoder, DecoderConfig
+from torchstone.tuning.lora import LORA_A, LORA_B, MAGNITUDE, LoraLinear
 
 HEADS_DIM, FEATURES_DIM, SEQUENCE_DIM = 1, -1, 1
 
@@ -63,7 +64,15 @@ class ReplicatedParams(ParallelStyle):
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Shards the decoder's parameters over the tp mesh, in place."""
     residual = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
+    # torch's styles would shard all parameters of a linear in the same way.
+    linears = [module for module in decoder.modules() if isinstance(module, LoraLinear)]
+    adapters = [linear.adapters for linear in linears]
+    for linear in linears:
+        del linear.adapters
     parallelize_module(decoder, mesh, tp_plan(decoder, mesh.size(), residual))
+    for linear, factors in zip(linears, adapters, strict=True):
+        linear.adapters = factors
+        _shard_adapters(linear, mesh)
     decoder.tie_weights()
     for block in decoder.layers.values():
         _shard_heads(block.attention, decoder.config, mesh)
@@ -114,6 +123,20 @@ def tp_plan(decoder: Decoder, tp: int, residual: Placement) -> dict[str, Paralle
     plan |= {f"layers.{n}.{name}": style for n in decoder.layers for name, style in block_plan.items()}
     modules = dict(decoder.named_modules())
     return {name: style for name, style in plan.items() if name in modules}
+
+
+def _shard_adapters(linear: LoraLinear, mesh: DeviceMesh) -> None:
+    """The factor that has the sharded dimension of the weight is sharded like it. The other is replicated, and its
+    gradient is a partial sum."""
+    assert isinstance(linear.weight, DTensor)
+    placement = linear.weight.placements[0]
+    if placement.is_shard(0):
+        placements = {LORA_A: Replicate(), LORA_B: placement, MAGNITUDE: placement}
+    else:
+        placements = {LORA_A: placement, LORA_B: Replicate(), MAGNITUDE: Replicate()}
+    for factors in linear.adapters.values():
+        for kind, parameter in list(factors.named_parameters()):
+            factors.register_parameter(kind, nn.Parameter(distribute_tensor(parameter, mesh, [placements[kind]])))
 
 
 def shards_kv_heads(config: DecoderConfig, tp: int) -> bool:

@@ -195,6 +195,9 @@ def state_bytes(model: Model, optimizer: AdamW | Muon) -> int:
     """Of this rank's weights, gradients and moments in a step of one micro-batch, also if they do not exist yet."""
     total, copies = 0, {} if model.master_weights is None else model.master_weights.copies
     for _, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            total += to_local(parameter).nbytes
+            continue
         moments, copy = len(state_of(optimizer, parameter).moments), copies.get(parameter)
         total += to_local(parameter).nbytes * (1 + moments)
         # A gradient has the dtype that is computed in.

@@ -20,7 +20,7 @@ from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import list_checkpoints, read_json, write_json
 from torchstone.checkpoint.save import STATE_FILE
 from torchstone.config.load import to_dict
-from torchstone.config.schema import Config
+from torchstone.config.schema import LORA_KEYS, Config
 from torchstone.data.loader import RunData
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.observe.console import Console
@@ -150,6 +150,7 @@ def run_identity(config: Config, data: RunData) -> dict[str, Any]:
 
 def config_identity(config: Config) -> dict[str, Any]:
     """What of that is known without the data."""
+    tuning = to_dict(config)["tuning"] if config.tuning.method != "full" else {}
     return {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
@@ -160,10 +161,13 @@ def config_identity(config: Config) -> dict[str, Any]:
         "data.packing": config.data.packing,
         "data.context_length": config.data.context_length,
         "data.validation_split": config.data.validation_split,
-    }
+        "tuning.method": config.tuning.method,
+    } | {f"tuning.{key}": tuning[key] for key in (*LORA_KEYS, "modules_to_save") if tuning}
 
 
 def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path) -> None:
+    # Older checkpoints do not have it.
+    saved = {"tuning.method": "full"} | saved
     changes = [
         f"{key} {saved.get(key)} is now {current[key]}" if key != "data" else DATA_CHANGED
         for key in current

@@ -19,6 +19,7 @@ from torchstone.checkpoint.load import (
     resolve_model_folder,
     restore_optimizer,
     restore_rng_states,
+    tokenizer_files,
 )
 from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.checkpoint.model_folder import (
@@ -67,6 +68,9 @@ from torchstone.training.run_folder import check_identity, run_identity, warn_ab
 from torchstone.training.sample_text import choose_prompts
 from torchstone.training.schedule import check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
+from torchstone.training.tuning import plan_tuning
+from torchstone.tuning.lora import LORA_B
+from torchstone.tuning.plan import TuningPlan
 
 
 def build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext = SINGLE_PROCESS) -> Run:
@@ -75,9 +79,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     torch.manual_seed(seed)
     heartbeat.report_phase("looking for a checkpoint")
     checkpoint = find_resume_checkpoint(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
-    model_folder = checkpoint
-    if checkpoint is None and config.model.path:
-        model_folder = resolve_model_folder(config.model.path, ctx, console.warn)
+    model_folder = _model_folder(config, checkpoint, ctx, console)
     state = {} if checkpoint is None else read_state(checkpoint)
     heartbeat.report_phase("checking the model")
     requested, precision = config, choose_precision(config, device, ctx, state.get("identity", {}))
@@ -100,7 +102,8 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     flops = run_flops(parameters, data, schedule, progress, ctx)
     execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length, run_flops=flops)
     builder = model_builder(config, ctx, device)
-    model = _build_model(config, model_folder, builder, execution, tokenizer, console)
+    tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint)
+    model = _build_model(config, model_folder, builder, execution, tokenizer, console, tuning)
     model.choices = {"training.precision": precision} | model.choices
     console.info("; ".join([*describe_choices(model.choices), *model.notes]))
     runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
@@ -133,6 +136,13 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     return run
 
 
+def _model_folder(config: Config, checkpoint: Path | None, ctx: ParallelContext, console: Console) -> Path | None:
+    """The folder with the weights, or None for a new model. The checkpoint of a LoRA run has adapters only."""
+    if config.model.path and (checkpoint is None or config.tuning.method != "full"):
+        return resolve_model_folder(config.model.path, ctx, console.warn)
+    return checkpoint
+
+
 def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: Path | None) -> dict[str, Any]:
     return {
         "version": __version__,
@@ -146,7 +156,7 @@ def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: 
         "hub": hub_names(config),
         # The dtype of exports; None for a new model.
         "source_dtype": None if model_folder is None else source_dtype(model_folder),
-    }
+    } | ({} if model.tuning is None else {"base_fingerprint": model.tuning.base_fingerprint})
 
 
 def model_builder(config: Config, ctx: ParallelContext, device: torch.device) -> ModelBuilder:
@@ -178,7 +188,7 @@ def tokenizer_path(config: Config, model_folder: Path | None) -> Path:
             return hub.download_model(name, None, False, config.model.trust_remote_code).folder
         return tokenizer_folder(config.model.tokenizer, Path(config.data.cache_dir))
     assert model_folder is not None
-    return model_folder
+    return tokenizer_files(model_folder)
 
 
 def select_device(system: SystemConfig) -> torch.device:
@@ -274,6 +284,9 @@ def check_state_memory(config: Config, parameters: int, device: torch.device, ct
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
     tensors = 4 if config.optim.name == "adamw" else 3
     needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
+    if config.tuning.method == "lora":
+        # What the adapters need is small.
+        needed = COMPUTE_DTYPE[config.training.precision].itemsize * parameters // shards
     check_memory(needed, parameters, device, smaller_state_hint(config))
 
 
@@ -291,9 +304,10 @@ def _build_model(
     execution: ExecutionOptions,
     tokenizer: Tokenizer,
     console: Console,
+    tuning: TuningPlan | None,
 ) -> Model:
     if model_folder is not None:
-        model = _load_model(config, model_folder, builder, execution, tokenizer, console)
+        model = _load_model(config, model_folder, builder, execution, tokenizer, console, tuning)
     else:
         model = _new_model(config, builder, execution, tokenizer, console)
     for warning in model.warnings:
@@ -305,7 +319,9 @@ def _build_model(
 def _build_optimizer(config: Config, model: Model, ctx: ParallelContext) -> AdamW | Muon:
     exchange = ShardedProjections(model, ctx) if config.optim.name == "muon" else None
     copies = None if model.master_weights is None else model.master_weights.copies
-    return build_optimizer(model.named_parameters(), config.optim, model.parameter_kinds(), exchange, copies)
+    parameters, ratio = list(model.trained_parameters()), config.tuning.lora_plus_ratio
+    scales = {} if ratio is None else {name: ratio for name, _ in parameters if name.endswith(f".{LORA_B}")}
+    return build_optimizer(parameters, config.optim, model.parameter_kinds(), exchange, copies, scales)
 
 
 def _load_model(
@@ -315,9 +331,10 @@ def _load_model(
     execution: ExecutionOptions,
     tokenizer: Tokenizer,
     console: Console,
+    tuning: TuningPlan | None,
 ) -> Model:
     dtype, max_length = COMPUTE_DTYPE[config.training.precision], config.data.context_length
-    model = load_model(folder, builder.device, dtype, execution, builder, tokenizer.size)
+    model = load_model(folder, builder.device, dtype, execution, builder, tokenizer.size, tuning)
     if config.model.depth is not None:
         expected = build_sized_decoder_config(config.model, padded_vocab_size(tokenizer.size), max_length)
         if not isinstance(model, NativeModel) or expected != model.module.config:

@@ -1,0 +1,387 @@
+"""Reads and writes LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+An adapter of ours has an A for each of the decoder's projections. Some families store several of them as one linear
+(Phi-3's qkv_proj, GPT-2's c_attn), for which PEFT has one A and one B. Reading gives every projection that A and its
+own rows of B. Writing stacks the A and puts the B on a diagonal, so that nothing is lost; the rank of that linear is
+then the sum of the ranks, which rank_pattern says. `average` writes the mean of the A instead, for tools that need one
+rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstone.atomic import read_json_or_empty
+from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
+from torchstone.checkpoint.tensor_files import open_tensor_file, read_slice_into, write_tensors
+from torchstone.checkpoint.weight_files import Shapes, hf_tensors, list_names
+from torchstone.checkpoint.weight_names import WeightNames
+from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.decoder import EMBEDDING, HEAD
+from torchstone.models.tensors import TensorSource
+from torchstone.tuning.lora import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    LoraAdapter,
+    LoraSpec,
+    is_adapter_parameter,
+    parameter_name,
+    split_parameter_name,
+)
+
+CONFIG_FILE, WEIGHTS_FILE, STATE_FILE = "adapter_config.json", "adapter_model.safetensors", "state.json"
+PREFIX = "base_model.model."
+# The tensors of one linear, by the end of their names.
+PEFT_KINDS = {"lora_A.weight": LORA_A, "lora_B.weight": LORA_B, "lora_magnitude_vector": MAGNITUDE}
+# Settings of PEFT that change what an adapter computes, and the values that are supported here.
+SUPPORTED = {
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "bias": ("none",),
+    "kasa_config": (None,),
+    "layer_replication": (None,),
+    "lora_bias": (False,),
+    "monteclora_config": (None,),
+    "target_parameters": (None,),
+    "trainable_token_indices": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (False,),
+    "velora_config": (None,),
+}
+# Initializations that change the base model, so that the adapter alone does not describe the result.
+CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# In the file's metadata: the ranks of the projections whose factors are stacked in a linear, and the fingerprint of the
+# base model (`fingerprint`).
+STACKED, BASE = "torchstone_stacked", "torchstone_base"
+# Values of a row that count in a fingerprint.
+FINGERPRINT_COLUMNS = 64
+# By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
+Factors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """An adapter and its values, by the names of our parameters; `saved` are those of the base that it replaces.
+
+    A `TensorSource`.
+    """
+
+    adapter: LoraAdapter
+    factors: Mapping[str, Tensor]
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    # The base model: as adapter_config.json names it, and its fingerprint if the adapter is one of ours.
+    base: str | None = None
+    base_fingerprint: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.factors, *self.saved]
+
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
+        read_slice_into(self.factors[name] if name in self.factors else self.saved[name], target, offset)
+
+    def factors_of(self, linear: str) -> Factors:
+        kinds = (LORA_A, LORA_B, MAGNITUDE) if self.adapter.use_dora else (LORA_A, LORA_B)
+        return {kind: self.factors[parameter_name(linear, self.adapter.name, kind)] for kind in kinds}
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file()
+
+
+def fingerprint(source: TensorSource, shapes: Shapes) -> str:
+    """Tells models apart by a few values of each parameter, whatever files and dtypes hold them."""
+    digest = hashlib.sha256()
+    for name in sorted(shapes):
+        size, *columns = shapes[name]
+        digest.update(f"{name} {shapes[name]}\n".encode())
+        for row in (0, size // 2, size - 1) if columns else (0,):
+            target = torch.empty([1, min(FINGERPRINT_COLUMNS, *columns)] if columns else min(FINGERPRINT_COLUMNS, size))
+            source.read_into(name, target, (row, 0) if columns else (0,))
+            digest.update(target.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_base(tensors: AdapterTensors, base: Path, base_fingerprint: str) -> None:
+    """Raises if an adapter of ours was trained on other weights than those of `base`. PEFT does not record them."""
+    if tensors.base_fingerprint not in (None, base_fingerprint):
+        raise CheckpointError(
+            f"the adapter was trained on other weights than those in {base}: its base model was {tensors.base}",
+            "has the folder been overwritten? An adapter works with the weights it was trained on, and no others",
+        )
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises UsageError for an adapter that is not LoRA, or has parts that are not supported."""
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{folder} is not a PEFT adapter (no {CONFIG_FILE})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not a readable JSON file: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise UsageError(f"{path}: peft_type is {kind}; only LORA can be read")
+    for key, values in SUPPORTED.items():
+        if config.get(key, values[0]) not in values:
+            raise UsageError(f"{path}: {key} {config[key]!r} is not supported")
+    initialization = str(config.get("init_lora_weights"))
+    if initialization.startswith(CHANGES_BASE):
+        raise UsageError(
+            f"{path}: init_lora_weights {initialization} has changed the weights of the base model",
+            "save it in PEFT with path_initial_model_for_weight_conversion, which converts it to plain LoRA",
+        )
+    return config
+
+
+def open_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str = "default") -> AdapterTensors:
+    """The adapter of a folder of PEFT's, or of a checkpoint of any layout. `shapes`: of the model's parameters."""
+    if shard_files(folder, WEIGHTS):
+        return _read_sharded(folder, names, adapter_name)
+    return read_adapter(folder, names, shapes, adapter_name)
+
+
+def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> AdapterTensors:
+    """A checkpoint of several ranks has adapter_config.json and their shards of the factors."""
+    config, files = read_adapter_config(folder), ShardedFiles(shard_files(folder, WEIGHTS))
+    tensors: dict[str, Tensor] = {}
+    for name in files.names:
+        tensors[name] = torch.empty(files.shape(name), dtype=files.dtype(name))
+        files.read_into(name, tensors[name], (0,) * tensors[name].dim())
+    factors = {name: tensor for name, tensor in tensors.items() if is_adapter_parameter(name)}
+    ranks = {split_parameter_name(name)[0]: len(factors[name]) for name in factors if name.endswith(LORA_A)}
+    linears: dict[str, LoraSpec] = {}
+    for hf_name, spec in names.stored_tensors(f"{linear}.weight" for linear in ranks).items():
+        parts = [name.removesuffix(".weight") for name in spec.parameter_names]
+        scale = _scale(config, hf_name.removesuffix(".weight"), sum(ranks[part] for part in parts))
+        linears |= {part: LoraSpec(ranks[part], scale) for part in parts}
+    dropout, use_dora, use_rslora = (config.get(key, 0) for key in ("lora_dropout", "use_dora", "use_rslora"))
+    saved = {name: tensor for name, tensor in tensors.items() if name not in factors}
+    adapter = LoraAdapter(adapter_name, linears, float(dropout), bool(use_dora), bool(use_rslora))
+    base_fingerprint = read_json_or_empty(folder / STATE_FILE).get("base_fingerprint")
+    return AdapterTensors(adapter, factors, saved, config.get("base_model_name_or_path"), base_fingerprint)
+
+
+def read_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str = "default") -> AdapterTensors:
+    """A folder of PEFT's. Unknown tensors are an error."""
+    config = read_adapter_config(folder)
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise CheckpointError(f"{folder}: no {WEIGHTS_FILE}", "pickles (adapter_model.bin) are never read")
+    file = open_tensor_file(folder / WEIGHTS_FILE)
+    stacked_ranks = json.loads(file.metadata.get(STACKED, "{}"))
+    linears: dict[str, LoraSpec] = {}
+    factors: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
+    modules: dict[str, Factors] = {}
+    unknown: list[str] = []
+    for key, tensor in file.tensors.items():
+        hf_name = key.removeprefix(PREFIX)
+        ending = next((ending for ending in PEFT_KINDS if hf_name.endswith(f".{ending}")), None)
+        module = hf_name.removesuffix(f".{ending}")
+        stored = names.stored_tensor(hf_name if ending is None else f"{module}.weight")
+        is_known = stored is not None and (shapes.keys() | {HEAD}) >= set(stored.parameter_names)
+        if stored is None or not is_known or not key.startswith(PREFIX):
+            unknown.append(key)
+        elif ending is not None:
+            modules.setdefault(module, {})[PEFT_KINDS[ending]] = tensor
+        else:
+            whole = tensor.T if stored.is_transposed else tensor
+            parts = whole.split([shapes.get(name, whole.shape)[0] for name in stored.parameter_names])
+            saved |= dict(zip(stored.parameter_names, parts, strict=True))
+    for module, whole in modules.items():
+        stored = names.stored_tensor(f"{module}.weight")
+        assert stored is not None
+        sizes = [shapes[name][0] for name in stored.parameter_names]
+        _check_factors(folder, module, whole, sum(sizes), shapes[stored.parameter_names[0]][1], config)
+        scale = _scale(config, module, len(whole[LORA_A]))
+        for name, part in zip(
+            stored.parameter_names, split_factors(whole, sizes, stacked_ranks.get(module)), strict=True
+        ):
+            linear = name.removesuffix(".weight")
+            linears[linear] = LoraSpec(len(part[LORA_A]), scale)
+            factors |= {parameter_name(linear, adapter_name, kind): tensor for kind, tensor in part.items()}
+    if HEAD not in shapes and saved.keys() & {EMBEDDING, HEAD}:
+        _check_tied_head(folder, saved, bool(config.get("ensure_weight_tying")))
+    wrong = [name for name, tensor in saved.items() if tuple(tensor.shape) != shapes[name]]
+    if unknown or wrong or not factors:
+        problem = "has no factors" if not factors else "does not fit the model"
+        raise CheckpointError(f"{folder}: the adapter {problem}", list_names(unknown=unknown, shape=wrong) or None)
+    dropout, use_dora, use_rslora = (config.get(key, 0) for key in ("lora_dropout", "use_dora", "use_rslora"))
+    adapter = LoraAdapter(adapter_name, linears, float(dropout), bool(use_dora), bool(use_rslora))
+    return AdapterTensors(adapter, factors, saved, config.get("base_model_name_or_path"), file.metadata.get(BASE))
+
+
+def _check_tied_head(folder: Path, saved: dict[str, Tensor], is_tied: bool) -> None:
+    """Makes `saved` the one parameter of a model whose head is tied. `is_tied`: whether PEFT has trained it as one.
+
+    Otherwise PEFT has a copy of each module that it trains, and the other one is not trained.
+    """
+    head, embedding = saved.pop(HEAD, None), saved.get(EMBEDDING)
+    if is_tied:
+        weight = head if embedding is None else embedding
+        assert weight is not None
+        saved[EMBEDDING] = weight
+    elif head is None or embedding is None or not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"{folder}: embedding and head of the adapter differ, but config.json of the model ties them",
+            'untie the model first ("tie_word_embeddings": false in config.json, and a head in its files)',
+        )
+
+
+def write_adapter(
+    folder: Path, tensors: AdapterTensors, names: WeightNames, is_tied: bool, average: bool = False
+) -> list[str]:
+    """Writes a folder that PEFT loads; returns warnings.
+
+    `is_tied`: the head of the model is its embedding. `average`: projections that the family stores as one linear get
+    the mean of their A, which is not what was trained.
+    """
+    stored, stacked_ranks, warnings = dict[str, Tensor](), dict[str, list[int]](), list[str]()
+    for module, linears in stored_linears(tensors.adapter, names).items():
+        parts = [tensors.factors_of(linear) for linear in linears]
+        whole = stack_factors(parts)
+        if len(parts) > 1 and average:
+            mean = average_factors(parts)
+            exact, changed = (each[LORA_B] @ each[LORA_A] for each in (whole, mean))
+            error = ((changed - exact).norm() / exact.norm()).item() if exact.any() else 0.0
+            warnings.append(
+                f"{module}: the mean of the A of {len(parts)} projections changes the update by {error:.1%}"
+            )
+            whole = mean
+        elif len(parts) > 1:
+            stacked_ranks[module] = [len(part[LORA_A]) for part in parts]
+        stored |= {f"{PREFIX}{module}.{ending}": whole[kind] for ending, kind in PEFT_KINDS.items() if kind in whole}
+    saved = dict(tensors.saved)
+    if is_tied and EMBEDDING in saved:
+        # PEFT has a copy of both modules, and does not tie the copies.
+        saved[HEAD] = saved[EMBEDDING]
+    stored |= {f"{PREFIX}{name}": tensor for name, tensor in hf_tensors(saved, names).items()}
+    metadata = {"format": "pt"}
+    if stacked_ranks:
+        metadata[STACKED] = json.dumps(stacked_ranks)
+    if tensors.base_fingerprint is not None:
+        metadata[BASE] = tensors.base_fingerprint
+    write_tensors(folder / WEIGHTS_FILE, {name: tensor.contiguous() for name, tensor in stored.items()}, metadata)
+    write_adapter_config(folder, tensors.adapter, names, saved, tensors.base, average)
+    return warnings
+
+
+def stored_linears(adapter: LoraAdapter, names: WeightNames) -> dict[str, list[str]]:
+    """The linears of an adapter by the Hugging Face module that holds them."""
+    weights = names.stored_tensors(f"{linear}.weight" for linear in adapter.linears)
+    return {
+        hf_name.removesuffix(".weight"): [name.removesuffix(".weight") for name in spec.parameter_names]
+        for hf_name, spec in weights.items()
+    }
+
+
+def write_adapter_config(
+    folder: Path,
+    adapter: LoraAdapter,
+    names: WeightNames,
+    saved: Iterable[str],
+    base: str | None,
+    average: bool = False,
+) -> None:
+    """`saved`: the names of parameters that are saved with the adapter."""
+    ranks, alphas = dict[str, int](), dict[str, float]()
+    for module, linears in stored_linears(adapter, names).items():
+        specs = [adapter.linears[linear] for linear in linears]
+        ranks[module] = specs[0].rank if average else sum(spec.rank for spec in specs)
+        alphas[module] = specs[0].scale * (math.sqrt(ranks[module]) if adapter.use_rslora else ranks[module])
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    saved_modules = {name.split(".")[-2] for name in names.stored_tensors(saved)}
+    is_transposed = [
+        spec.is_transposed for spec in names.stored_tensors(f"{name}.weight" for name in adapter.linears).values()
+    ]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _whole_number(alpha),
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+        "bias": "none",
+        "fan_in_fan_out": any(is_transposed),
+        "target_modules": sorted(ranks),
+        "modules_to_save": sorted(saved_modules) or None,
+        "rank_pattern": {re.escape(module): value for module, value in ranks.items() if value != rank},
+        "alpha_pattern": {re.escape(module): _whole_number(v) for module, v in alphas.items() if v != alpha},
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def split_factors(whole: Factors, sizes: Sequence[int], ranks: Sequence[int] | None) -> list[Factors]:
+    """The factors of each of several projections that are stored as one linear, with `sizes` rows each.
+
+    `ranks`: those of the projections, if `stack_factors` has stacked them.
+    """
+    starts = [0] * len(sizes) if ranks is None else [sum(ranks[:index]) for index in range(len(ranks))]
+    parts = []
+    for index, (rows, start) in enumerate(zip(whole[LORA_B].split(list(sizes)), starts, strict=True)):
+        columns = slice(start, None if ranks is None else start + ranks[index])
+        parts.append({LORA_A: whole[LORA_A][columns], LORA_B: rows[:, columns]})
+        if MAGNITUDE in whole:
+            parts[-1][MAGNITUDE] = whole[MAGNITUDE].split(list(sizes))[index]
+    return parts
+
+
+def stack_factors(parts: Sequence[Factors]) -> Factors:
+    """One A and one B with the updates of all projections below each other."""
+    whole = {LORA_A: torch.cat([part[LORA_A] for part in parts])}
+    whole[LORA_B] = torch.block_diag(*(part[LORA_B] for part in parts))
+    return whole | _stack_magnitudes(parts)
+
+
+def average_factors(parts: Sequence[Factors]) -> Factors:
+    """One A, the mean of all; B is stacked. Its update differs from those of the projections."""
+    whole = {LORA_A: torch.stack([part[LORA_A] for part in parts]).mean(dim=0)}
+    whole[LORA_B] = torch.cat([part[LORA_B] for part in parts])
+    return whole | _stack_magnitudes(parts)
+
+
+def _stack_magnitudes(parts: Sequence[Factors]) -> Factors:
+    return {MAGNITUDE: torch.cat([part[MAGNITUDE] for part in parts])} if MAGNITUDE in parts[0] else {}
+
+
+def _check_factors(folder: Path, module: str, whole: Factors, rows: int, columns: int, config: dict[str, Any]) -> None:
+    a, b, magnitude = (whole.get(kind) for kind in (LORA_A, LORA_B, MAGNITUDE))
+    if a is None or b is None or (magnitude is None) == bool(config.get("use_dora")):
+        raise CheckpointError(f"{folder}: {module} lacks a factor, or has one too many", f"it has {', '.join(whole)}")
+    expected = {LORA_A: (len(a), columns), LORA_B: (rows, len(a)), MAGNITUDE: (rows,)}
+    wrong = [kind for kind, tensor in whole.items() if tuple(tensor.shape) != expected[kind]]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: {module}: {wrong[0]} has shape {list(whole[wrong[0]].shape)}, but the model needs "
+            f"{list(expected[wrong[0]])}"
+        )
+
+
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+    alpha = _pattern_value(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _pattern_value(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """PEFT's rule: the first pattern that is the end of the module's name."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _whole_number(value: float) -> float:
+    return round(value) if math.isclose(value, round(value)) else value

@@ -1,0 +1,458 @@
+"""LoRA against PEFT: logits, training and files, both ways. Then layouts, runs, merging, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import parity
+from exact_runs import assert_same_run
+from layouts import CPU, Shard
+from sides import MAX_NORM, WEIGHT_DECAY, collated
+from steps import train_step
+from tiny_families import make_model
+from torchstone import api
+from torchstone.checkpoint.adapter_folder import AdapterTensors, read_adapter, write_adapter
+from torchstone.checkpoint.model_folder import decoder_shapes, load_model, read_model_config
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES
+from torchstone.config.schema import OptimConfig, ParallelConfig
+from torchstone.data.loader import StepBatch
+from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
+from torchstone.models.model import NativeModel
+from torchstone.optim.build import build_optimizer
+from torchstone.parallel.build import ShardedModelBuilder, build_runner
+from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.mesh import init_distributed
+from torchstone.parallel.runner import Runner
+from torchstone.testing import launch_procs
+from torchstone.training.run import Callback, Run
+from torchstone.tuning.lora import LoraLinear
+from torchstone.tuning.plan import TuningPlan
+
+Settings = Callable[..., dict[str, Any]]
+# With what PEFT stores in another way: phi3 and gpt2 have one linear for q, k and v, gpt2's are transposed.
+FAMILIES = {"llama": "tied", "qwen3": "head size", "gemma3_text": "alternating", "phi3": "", "gpt2": ""}
+# Those with a linear for each projection, so that both sides train the same parameters.
+UNFUSED = {"llama": "tied", "qwen3": "head size", "granite": "multipliers"}
+VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+LOGITS_LIMIT = 1e-5
+
+
+def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
+    """A model with an adapter that changes it; B is not zero."""
+    attention = {"attn_implementation": "eager"} if "gemma" in folder.name else {}
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
+    config = LoraConfig(r=4, lora_alpha=8, **({"target_modules": "all-linear"} | settings))
+    model = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data *= 1 + 0.2 * torch.rand(parameter.shape, generator=generator)
+        elif "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
+    hf_config, _, config = read_model_config(folder)
+    return read_adapter(adapter, WEIGHT_NAMES[hf_config["model_type"]], decoder_shapes(config))
+
+
+def load_ours(folder: Path, adapter: Path, **options: Any) -> NativeModel:
+    """The model with PEFT's adapter, which is trained."""
+    tensors = open_peft_adapter(folder, adapter)
+    plan = TuningPlan((tensors.adapter,), "default", frozenset(tensors.saved), tensors)
+    model = load_model(folder, CPU, tuning=plan, **options)
+    assert isinstance(model, NativeModel)
+    return model
+
+
+def family_folder(tmp_path: Path, family: str) -> Path:
+    return make_model(tmp_path / family, family, (FAMILIES | UNFUSED)[family])
+
+
+def logits_of(model: NativeModel | PeftModel) -> Tensor:
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        if isinstance(model, NativeModel):
+            return model.module.eval()(ids, torch.arange(12).expand_as(ids))
+        return model(ids).logits
+
+
+def assert_close(logits: Tensor, expected: Tensor) -> None:
+    assert (logits - expected).abs().max() <= LOGITS_LIMIT * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+class TestLogits:
+    def test_of_an_adapter_of_peft_and_back(self, family: str, variant: str, tmp_path: Path) -> None:
+        folder = family_folder(tmp_path, family)
+        theirs = load_peft(folder, **VARIANTS[variant])
+        theirs.save_pretrained(tmp_path / "theirs")
+        ours, expected = load_ours(folder, tmp_path / "theirs"), logits_of(theirs)
+        with theirs.disable_adapter():
+            assert (logits_of(theirs) - expected).abs().max() > 0.1, "the adapter changes nothing"
+        assert_close(logits_of(ours), expected)
+        (tmp_path / "ours").mkdir()
+        adapter = open_peft_adapter(folder, tmp_path / "theirs")
+        names = WEIGHT_NAMES[ours.hf_config["model_type"]]
+        assert not write_adapter(tmp_path / "ours", adapter, names, ours.decoder_config.tied)
+        attention = {"attn_implementation": "eager"} if "gemma" in family else {}
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
+        assert_close(logits_of(PeftModel.from_pretrained(base, tmp_path / "ours").eval()), expected)
+        # Read again, projections have the rank they had, although those of one stored linear are stacked there.
+        again = open_peft_adapter(folder, tmp_path / "ours").adapter
+        assert {name: spec.rank for name, spec in again.linears.items()} == dict.fromkeys(adapter.adapter.linears, 4)
+
+    def test_of_merged_and_unmerged_weights(self, family: str, variant: str, tmp_path: Path) -> None:
+        folder = family_folder(tmp_path, family)
+        load_peft(folder, **VARIANTS[variant]).save_pretrained(tmp_path / "theirs")
+        ours = load_ours(folder, tmp_path / "theirs")
+        unmerged, weights = logits_of(ours), {name: p.clone() for name, p in ours.module.named_parameters()}
+        linears = [module for module in ours.module.modules() if isinstance(module, LoraLinear)]
+        errors = [linear.merge() for linear in linears]
+        assert 0 < max(errors) < 1e-6
+        assert_close(logits_of(ours), unmerged)
+        for linear in linears:
+            linear.unmerge()
+        assert all(torch.equal(p, weights[name]) for name, p in ours.module.named_parameters())
+        assert torch.equal(logits_of(ours), unmerged)
+
+
+class LoraSide:
+    """Our step on the protocol's micro-batches; tensors are by PEFT's names."""
+
+    def __init__(self, folder: Path, adapter: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> None:
+        self.model, settings = load_ours(folder, adapter, execution=execution), parity.FREE_RUNNING
+        self.lr = settings["lr"]
+        optim = OptimConfig(
+            learning_rate=self.lr, betas=settings["betas"], eps=settings["eps"], weight_decay=WEIGHT_DECAY
+        )
+        self.optimizer = build_optimizer(self.model.trained_parameters(), optim, self.model.parameter_kinds())
+        self.gradients: dict[str, Tensor] = {}
+        self.optimizer.register_step_pre_hook(lambda *_: self._keep_gradients())
+        self.names = WEIGHT_NAMES[self.model.hf_config["model_type"]]
+
+    def _keep_gradients(self) -> None:
+        self.gradients = {self._peft_name(name): p.grad.clone() for name, p in self.model.trained_parameters()}
+
+    def step(self, micro_batches: parity.MicroBatches) -> parity.StepValues:
+        tensors = collated(micro_batches, packed=True)
+        count = sum(int((t.labels != -100).sum()) for t in tensors)
+        batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
+        result = train_step(Runner(self.model, CPU, True), self.optimizer, batch, 1, self.lr, MAX_NORM)
+        return parity.StepValues(result.loss, result.grad_norm, self.gradients)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {self._peft_name(name): p.detach().clone() for name, p in self.model.trained_parameters()}
+
+    def _peft_name(self, name: str) -> str:
+        linear, _, kind = name.partition(".adapters.default.")
+        module = next(iter(self.names.stored_tensors([f"{linear}.weight"]))).removesuffix(".weight")
+        kind = "lora_magnitude_vector" if kind == "magnitude" else kind
+        return f"base_model.model.{module}.{kind}.default.weight"
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("family", UNFUSED)
+def test_twenty_steps_equal_those_of_peft(family: str, variant: str, tmp_path: Path) -> None:
+    folder = family_folder(tmp_path, family)
+    theirs = load_peft(folder, **VARIANTS[variant])
+    theirs.save_pretrained(tmp_path / "theirs")
+    settings = {key: parity.FREE_RUNNING[key] for key in ("lr", "betas", "eps")}
+    optimizer = parity.reference_adamw(theirs, WEIGHT_DECAY, **settings)
+    reference, ours = parity.Reference(theirs, optimizer, MAX_NORM), LoraSide(folder, tmp_path / "theirs")
+    frozen = {name: p.clone() for name, p in ours.model.module.named_parameters() if not p.requires_grad}
+    steps = parity.random_batches(20, theirs.config.vocab_size, seed=0)
+    parity.assert_free_running(reference, ours.step, ours.weights, steps)
+    assert all(torch.equal(p, frozen[n]) for n, p in ours.model.module.named_parameters() if n in frozen)
+    assert len(ours.optimizer.state) == len(ours.weights()), "only what is trained has moments"
+
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [{"dp_replicate": 2}, {"zero": 3}, {"tp": 2, "sequence": False}, {"tp": 2}, {"pp": 2}],
+    4: [{"tp": 4}],
+    8: [{"tp": 2, "pp": 2}],
+}
+
+
+def gradients_of_rank(layouts: list[dict[str, Any]], folder: str, adapter: str, steps: Any) -> list[dict[str, Any]]:
+    results = []
+    for parallel in layouts:
+        config = ParallelConfig(**parallel)
+        with init_distributed(config, CPU, mesh_of_one=True) as ctx:
+            builder = ShardedModelBuilder(ctx, config, "fp32", CPU)
+            model = load_ours(Path(folder), Path(adapter), execution=ExecutionOptions(tp=ctx.dims.tp), builder=builder)
+            runner = build_runner(model, builder, packed=True)
+            results.append(run_steps(runner, steps, ctx.dp_rank, ctx.dims.dp, 96))
+    return results
+
+
+def run_steps(runner: Runner, steps: list[parity.MicroBatches], rank: int, dp: int, length: int) -> dict[str, Any]:
+    """Losses, norms, this rank's shards of the gradients of all steps and of the weights after them."""
+    model = runner.model
+    optim = OptimConfig(learning_rate=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=WEIGHT_DECAY)
+    optimizer = build_optimizer(model.trained_parameters(), optim, model.parameter_kinds())
+    gradients: list[Shard] = []
+
+    def shards(tensors: dict[str, Tensor]) -> list[Shard]:
+        config = model.decoder_config
+        return [(s.name, s.offset, s.tensor.clone()) for n, t in tensors.items() for s in local_shards(config, n, t)]
+
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.extend(shards({n: p.grad for n, p in model.trained_parameters()}))
+    )
+    values = []
+    for number, batches in enumerate(steps):
+        own = batches[rank::dp] + [[]] * (-(-len(batches) // dp) - len(batches[rank::dp]))
+        count = sum(label != -100 for batch in batches for _, labels in batch for label in labels[1:])
+        batch = StepBatch(collated(own, True, length), 0, 0, loss_tokens=count, padding=0, first_sample=0)
+        result = train_step(runner, optimizer, batch, number + 1, 3e-3, MAX_NORM)
+        values += [result.loss, result.grad_norm]
+    weights = shards({n: p.detach() for n, p in model.trained_parameters()})
+    return {"values": values, "gradients": gradients, "weights": weights}
+
+
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_every_layout_computes_the_same(processes: int, tmp_path: Path) -> None:
+    """Gradients of each step on every rank, replicated ones too, losses, norms and weights."""
+    folder = make_model(tmp_path / "llama", "llama", "tied", num_hidden_layers=4)
+    load_peft(folder, use_dora=processes == 2).save_pretrained(tmp_path / "adapter")
+    steps = parity.random_batches(2, 40, seed=0)
+    model = load_ours(folder, tmp_path / "adapter")
+    expected = run_steps(Runner(model, CPU, True), steps, 0, 1, 96)
+    count = len(list(model.trained_parameters()))
+    whole = [{name: tensor for name, _, tensor in expected["gradients"][start : start + count]} for start in (0, count)]
+    weights = {name: tensor for name, _, tensor in expected["weights"]}
+    ranks = launch_procs(
+        gradients_of_rank, processes, LAYOUTS[processes], str(folder), str(tmp_path / "adapter"), steps, timeout=300
+    )
+    for number, layout in enumerate(LAYOUTS[processes]):
+        seen = set()
+        for results in ranks:
+            result = results[number]
+            torch.testing.assert_close(result["values"], expected["values"], rtol=2e-6, atol=0)
+            half = len(result["gradients"]) // 2
+            for index, (name, offset, shard) in enumerate(result["gradients"]):
+                assert_shard(whole[index >= half][name], name, offset, shard, layout, 1e-5)
+                seen.add(name)
+            for name, offset, shard in result["weights"]:
+                assert_shard(weights[name], name, offset, shard, layout, 1e-5)
+        assert seen == weights.keys()
+
+
+def assert_shard(
+    whole: Tensor, name: str, offset: tuple[int, ...], shard: Tensor, layout: dict[str, Any], limit: float
+) -> None:
+    if shard.numel():
+        expected = whole[tuple(slice(at, at + size) for at, size in zip(offset, shard.shape, strict=True))]
+        assert (shard - expected).norm() <= limit * whole.norm(), (layout, name)
+
+
+@pytest.fixture(scope="module")
+def base_run(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, text_file: Path) -> Path:
+    """The checkpoint of a small model, which Transformers loads."""
+    root = tmp_path_factory.mktemp("base")
+    values = {
+        "model.depth": 2, "model.width": 32, "model.heads": 4, "model.tokenizer": str(tokenizer_dir),
+        "data.path": str(text_file), "data.context_length": 32, "data.cache_dir": str(root / "datasets"),
+        "training.max_steps": 2, "training.global_batch_size": 4, "observe.console": "quiet", "system.device": "cpu",
+        "output_dir": str(root / "run"),
+    }  # fmt: skip
+    checkpoint = api.train(overrides=values).checkpoint
+    assert checkpoint is not None
+    return checkpoint
+
+
+@pytest.fixture
+def lora_settings(base_run: Path, settings: Settings) -> Settings:
+    def make(**changes: Any) -> dict[str, Any]:
+        values = settings(
+            **({"tuning__method": "lora", "tuning__lora_rank": 4, "optim__learning_rate": 1e-2} | changes)
+        )
+        for key in ("model.depth", "model.width", "model.heads", "model.tokenizer"):
+            del values[key]
+        return {"model.path": str(base_run)} | values
+
+    return make
+
+
+class StopAfter(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.step:
+            run.stop("enough")
+
+
+class TestRuns:
+    def test_a_checkpoint_is_an_adapter_of_peft(self, lora_settings: Settings, base_run: Path, tmp_path: Path) -> None:
+        before = (base_run / "model.safetensors").read_bytes()
+        result = api.train(overrides=lora_settings())
+        assert (base_run / "model.safetensors").read_bytes() == before
+        checkpoint = result.checkpoint
+        assert checkpoint is not None
+        assert not (checkpoint / "model.safetensors").exists()
+        tensors = load_file(checkpoint / "adapter_model.safetensors")
+        assert all(tensors[name].abs().max() > 1e-3 for name in tensors if "lora_B" in name), "B is trained"
+        config = json.loads((checkpoint / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(base_run))
+        base = AutoModelForCausalLM.from_pretrained(base_run, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, checkpoint).eval()
+        assert_close(logits_of(load_ours(base_run, checkpoint)), logits_of(theirs))
+        # Opened as a model, the adapter is merged.
+        merged = load_model(checkpoint, CPU)
+        assert isinstance(merged, NativeModel)
+        assert_close(logits_of(merged), logits_of(theirs))
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.2])
+    def test_resume_is_exact(self, dropout: float, lora_settings: Settings) -> None:
+        def values(name: str) -> dict[str, Any]:
+            made = lora_settings(tuning__lora_dropout=dropout, tuning__modules_to_save=["embed_tokens"])
+            return made | {"output_dir": f"{made['output_dir']}-{name}"}
+
+        api.train(overrides=values("whole"))
+        api.train(overrides=values("parts"), callbacks=[StopAfter(3)])
+        api.train(overrides=values("parts"))
+        assert_same_run(values("whole")["output_dir"], values("parts")["output_dir"], 6)
+
+    def test_export_and_merge(self, lora_settings: Settings, base_run: Path, tmp_path: Path) -> None:
+        values = lora_settings(tuning__modules_to_save=["lm_head"])
+        api.train(overrides=values)
+        adapter = api.export(values["output_dir"], tmp_path / "adapter")
+        assert adapter["verified"]
+        assert adapter["max_logit_difference"] <= LOGITS_LIMIT
+        model = api.export(values["output_dir"], tmp_path / "model", merge=True)
+        assert model["verified"]
+        assert 0 < model["merge_error"] < 1e-5
+        # The head is tied: it is trained, and still tied in what is written.
+        assert "lm_head.weight" not in load_file(tmp_path / "model/model.safetensors")
+        base = AutoModelForCausalLM.from_pretrained(base_run, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        assert_close(logits_of(merged), logits_of(theirs))
+        head = theirs.get_base_model().get_output_embeddings().modules_to_save["default"].weight
+        assert torch.equal(merged.get_output_embeddings().weight, head)
+        assert not torch.equal(head, load_file(base_run / "model.safetensors")["model.embed_tokens.weight"])
+        in_bf16 = api.export(values["output_dir"], tmp_path / "bf16", dtype="bfloat16", merge=True)
+        assert 1e-4 < in_bf16["merge_error"] < 1, "bf16 loses more than fp32, and says so"
+
+    def test_an_adapter_is_not_merged_into_other_weights(
+        self, lora_settings: Settings, base_run: Path, tmp_path: Path
+    ) -> None:
+        base = tmp_path / "base"
+        shutil.copytree(base_run, base, ignore=shutil.ignore_patterns("manifest.json"))
+        values = lora_settings() | {"model.path": str(base)}
+        api.train(overrides=values)
+        weights = load_file(base / "model.safetensors")
+        weights["model.layers.1.mlp.down_proj.weight"] *= 1.01
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        for use in (
+            lambda: api.export(values["output_dir"], tmp_path / "out", merge=True),
+            lambda: api.train(overrides=values | {"training.max_steps": 8}),
+            lambda: api.train(
+                overrides=lora_settings()
+                | {"tuning.adapter": values["output_dir"], "tuning.lora_rank": 16}
+                | {"model.path": str(base), "output_dir": str(tmp_path / "next")}
+            ),
+        ):
+            with pytest.raises(CheckpointError, match="trained on other weights"):
+                use()
+
+    def test_an_adapter_is_continued(self, lora_settings: Settings, base_run: Path, tmp_path: Path) -> None:
+        # The head is tied. PEFT trains copies of both modules, which are equal at the start.
+        load_peft(base_run, modules_to_save=["embed_tokens", "lm_head"]).save_pretrained(tmp_path / "theirs")
+        values = lora_settings(training__max_steps=1, optim__learning_rate=0.0, optim__warmup_ratio=0.0)
+        values |= {"tuning.adapter": str(tmp_path / "theirs"), "tuning.lora_rank": 16}
+        checkpoint = api.train(overrides=values).checkpoint
+        assert checkpoint is not None
+        theirs, ours = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "theirs", checkpoint))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    def test_projections_of_one_stored_linear_have_their_own_a(
+        self, settings: Settings, tmp_path: Path, tokenizer_dir: Path
+    ) -> None:
+        """phi3 stores q, k and v as one linear, for which PEFT has one A. Stacking ours is exact; their mean warns."""
+        folder = make_model(tmp_path / "phi3", "phi3", vocab_size=512)
+        values = settings(tuning__method="lora", tuning__lora_rank=4, optim__learning_rate=1e-2)
+        for key in ("model.depth", "model.width", "model.heads"):
+            del values[key]
+        api.train(overrides=values | {"model.path": str(folder)})
+        exact = api.export(values["output_dir"], tmp_path / "exact")
+        assert exact["warnings"] == []
+        assert exact["max_logit_difference"] <= LOGITS_LIMIT
+        config = json.loads((tmp_path / "exact/adapter_config.json").read_text())
+        assert set(config["rank_pattern"].values()) | {config["r"]} == {4, 8, 12}
+        mean = api.export(values["output_dir"], tmp_path / "mean", average_lora_a=True)
+        assert len(mean["warnings"]) == 2 * 3, "qkv_proj and gate_up_proj of three layers"
+        assert "the mean of the A of 3 projections changes the update by" in mean["warnings"][1]
+        assert mean["max_logit_difference"] > 1e-4
+        means, exacts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("mean", "exact"))
+        name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"
+        torch.testing.assert_close(means[name], exacts[name].view(3, 4, -1).mean(dim=0))
+
+    def test_the_learning_rate_of_b(self, lora_settings: Settings) -> None:
+        groups: list[dict[str, Any]] = []
+
+        class KeepGroups(Callback):
+            def on_start(self, run: Run) -> None:
+                groups.extend(run.optimizer.param_groups)
+
+        values = lora_settings(tuning__lora_plus_ratio=8.0, training__max_steps=1, optim__warmup_ratio=0.0)
+        api.train(overrides=values, callbacks=[KeepGroups()])
+        rates = {tuple(p.shape): group["lr"] for group in groups for p in group["params"]}
+        assert rates[32, 4] == pytest.approx(8 * rates[4, 32])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tuning.lora_targets": ["q_proj", "w_proj"]}, "the model has no module w_proj"),
+        ({"tuning.lora_targets": ["(q_proj"]}, "is not a regular expression"),
+        ({"tuning.modules_to_save": ["classifier"]}, "the model has no module classifier"),
+        ({"tuning.method": "full"}, "tuning.lora_rank is for LoRA"),
+        ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
+        ({"model.fused": ["qkv"]}, "model.fused does not work with LoRA"),
+        ({"optim.name": "muon"}, "optim.name muon does not work with LoRA"),
+        ({"model.path": None, "model.depth": 2}, "tuning.method lora adapts an existing model"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str, lora_settings: Settings, tokenizer_dir: Path) -> None:
+    values = lora_settings() | changes
+    if values["model.path"] is None:
+        values["model.tokenizer"] = str(tokenizer_dir)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        api.train(overrides=values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "only LORA can be read"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"init_lora_weights": "pissa"}, "has changed the weights of the base model"),
+        ({"use_dora": True}, "lacks a factor"),
+        ({}, "embedding and head of the adapter differ"),
+    ],
+)
+def test_adapters_that_cannot_be_read(changes: dict[str, Any], message: str, base_run: Path, tmp_path: Path) -> None:
+    modules = {} if changes else {"modules_to_save": ["embed_tokens"]}
+    load_peft(base_run, **modules).save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises((UsageError, CheckpointError), match=message):
+        open_peft_adapter(base_run, tmp_path / "theirs")
