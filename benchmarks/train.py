@@ -2,6 +2,7 @@
 
     python benchmarks/train.py 1b                        all arms of a shape, two repeats
     python benchmarks/train.py sft --recompute           with activation checkpointing in every arm
+    python benchmarks/train.py lora                      adapters of an 8B model, against PEFT
     python benchmarks/train.py 1b --arm torchstone -- --training.precision fp8
     python benchmarks/train.py tiny --device cpu         on a CPU, against Transformers
 
@@ -36,6 +37,7 @@ WARMUP_STEPS = 2
 # Those of our defaults: for a new model, and for fine-tuning. The schedule is constant in every arm.
 OPTIM = {"learning_rate": 3e-4, "weight_decay": 0.1}
 FINE_TUNING_OPTIM = {"learning_rate": 2e-5, "weight_decay": 0.0}
+LORA_OPTIM = {"learning_rate": 2e-4, "weight_decay": 0.0}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Shape:
     packed_tokens: int | None = None
     median_length: int = 403
     precision: str = "bf16"
+    # LoRA of all linears of the blocks; alpha is twice the rank. It starts from a folder too.
+    lora_rank: int | None = None
     arms: tuple[str, ...] = ("torchstone", "transformers", "torchtitan")
 
 
@@ -75,11 +79,17 @@ SHAPES = {
     "sft": Shape(
         **LLAMA_1B, rows=50, length=4096, packed_tokens=32768, arms=("torchstone", "transformers", "mini_trainer")
     ),
+    "lora": Shape(
+        32, 4096, 32, 8, 14336, 128256, False, rows=4, length=4096, lora_rank=16, arms=("torchstone", "transformers")
+    ),
     "100m": Shape(12, 768, 12, 12, 2048, 32000, True, 2, 256, precision="fp32", arms=("torchstone", "transformers")),
     "tiny": Shape(**TINY, rows=8, length=64, precision="fp32", arms=("torchstone", "transformers")),
     "tiny-sft": Shape(
         **TINY, rows=4, length=96, packed_tokens=192, median_length=32, precision="fp32",
         arms=("torchstone", "transformers"),
+    ),
+    "tiny-lora": Shape(
+        **TINY, rows=4, length=64, precision="fp32", lora_rank=4, arms=("torchstone", "transformers")
     ),
 }  # fmt: skip
 
@@ -136,11 +146,13 @@ def make_job(shape: Shape, folder: Path, options: argparse.Namespace) -> dict[st
     tokenizer, data = folder / "tokenizer", folder / "tokens.jsonl"
     write_tokenizer(tokenizer, shape.vocab_size)
     write_tokens(shape, options.steps, data)
-    job = asdict(shape) | (OPTIM if shape.packed_tokens is None else FINE_TUNING_OPTIM) | {
+    is_new = shape.packed_tokens is None and shape.lora_rank is None
+    optim = OPTIM if is_new else FINE_TUNING_OPTIM if shape.lora_rank is None else LORA_OPTIM
+    job = asdict(shape) | optim | {
         "steps": options.steps, "device": options.device, "recompute": options.recompute, "tokenizer": str(tokenizer),
         "data": str(data), "cache": str(folder / "cache"), "model": None,
     }  # fmt: skip
-    if shape.packed_tokens is not None:
+    if not is_new:
         job["model"] = str(folder / "model")
         if not (folder / "model").exists():
             run_logged([sys.executable, PEERS / "new_model.py", write_job(job, folder)], folder / "new_model.log")
@@ -199,20 +211,18 @@ def torchstone_command(job: dict[str, Any], folder: Path, flags: list[str]) -> l
     command += ["--data.cache_dir", job["cache"], "--training.global_batch_size", str(job["rows"])]
     command += ["--max-steps", str(job["steps"]), "--checkpoint.at_end", "false", "--system.device", job["device"]]
     command += ["--optim.schedule", "constant"]
-    if job["packed_tokens"] is not None:
-        command += [
-            "--model.path",
-            job["model"],
-            "--optim.warmup_ratio",
-            "0",
-            "--training.max_tokens_per_gpu",
-            str(job["packed_tokens"]),
-        ]
+    if job["model"] is not None:
+        command += ["--model.path", job["model"], "--optim.warmup_ratio", "0"]
     else:
         for key in ("depth", "width", "heads", "kv_heads", "mlp_width"):
             command += [f"--model.{key}", str(job[key])]
         command += ["--model.tied", str(job["tied"]).lower(), "--model.tokenizer", job["tokenizer"]]
+    if job["packed_tokens"] is not None:
+        command += ["--training.max_tokens_per_gpu", str(job["packed_tokens"])]
+    else:
         command += ["--data.packing", "false", "--training.batch_size", str(job["rows"])]
+    if job["lora_rank"] is not None:
+        command += ["--tuning.method", "lora", "--tuning.lora_rank", str(job["lora_rank"])]
     if job["precision"] == "bf16-pure" and "--training.precision" not in flags:
         command += ["--training.precision", "bf16-pure"]
     if job["recompute"] and "--model.recompute" not in flags:

@@ -1,7 +1,7 @@
 """Transformers as its users train: fp32 weights under bf16 autocast (or bf16 weights), fused AdamW, Liger on a GPU.
 
 Packed documents are padding-free: one row, with position_ids and cu_seq_lens of Transformers' own collator, and
-FlashAttention 2. On a CPU it is plain eager Transformers.
+FlashAttention 2. LoRA is PEFT's, on bf16 weights, and compiled. On a CPU it is plain eager Transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def arm(job: Job) -> dict[str, Any]:
         # Its default: rope, norms, SwiGLU, and the fused head and loss.
         apply_liger_kernel_to_llama()
     device = torch.device(job["device"])
-    dtype = torch.bfloat16 if job["precision"] == "bf16-pure" else torch.float32
+    has_adapter = job["lora_rank"] is not None
+    is_bf16 = job["precision"] == "bf16-pure" or (has_adapter and job["precision"] == "bf16")
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
     implementation = "flash_attention_2" if is_cuda and packed else "sdpa"
     torch.manual_seed(0)
     if job["model"] is not None:
@@ -37,10 +39,13 @@ def arm(job: Job) -> dict[str, Any]:
         with device:
             model = LlamaForCausalLM._from_config(llama_config(job), attn_implementation=implementation)
         torch.set_default_dtype(torch.float32)
-    model.to(device).train()
+    model.to(device)
     if job["recompute"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = new_optimizer(job, model.parameters())
+    if has_adapter:
+        model = add_adapter(model, job, is_cuda)
+    model.train()
+    optimizer = new_optimizer(job, [parameter for parameter in model.parameters() if parameter.requires_grad])
 
     def autocast() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if job["precision"] == "bf16" else nullcontext()
@@ -64,7 +69,20 @@ def arm(job: Job) -> dict[str, Any]:
 
     batches = [(sum(map(len, rows)), to_batch(rows)) for rows in step_rows(job)]
     steps = time_steps(job, batches, step)
-    return result_of(job, steps, attention=attention, versions=versions("torch", "transformers", "liger_kernel"))
+    return result_of(
+        job, steps, attention=attention, versions=versions("torch", "transformers", "liger_kernel", "peft")
+    )
+
+
+def add_adapter(model: Any, job: Job, is_compiled: bool) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    rank = job["lora_rank"]
+    model.enable_input_require_grads()
+    model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    if is_compiled:
+        model.compile()
+    return model
 
 
 if __name__ == "__main__":
