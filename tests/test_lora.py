@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import parity
 from exact_runs import assert_same_run
@@ -24,13 +24,14 @@ from steps import train_step
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.adapter_folder import AdapterTensors, read_adapter, write_adapter
-from torchstone.checkpoint.model_folder import decoder_shapes, load_model, read_model_config
-from torchstone.checkpoint.weight_names import WEIGHT_NAMES
+from torchstone.checkpoint.model_folder import load_model, read_adaptable
+from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
-from torchstone.models.model import NativeModel
+from torchstone.models.model import Model
+from torchstone.observe.metrics import read_metrics
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import ShardedModelBuilder, build_runner
 from torchstone.parallel.local_shards import local_shards
@@ -66,27 +67,25 @@ def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
 
 
 def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
-    hf_config, _, config = read_model_config(folder)
-    return read_adapter(adapter, WEIGHT_NAMES[hf_config["model_type"]], decoder_shapes(config))
+    model = read_adaptable(folder)
+    return read_adapter(adapter, model.names, model.shapes)
 
 
-def load_ours(folder: Path, adapter: Path, **options: Any) -> NativeModel:
+def load_ours(folder: Path, adapter: Path, **options: Any) -> Model:
     """The model with PEFT's adapter, which is trained."""
     tensors = open_peft_adapter(folder, adapter)
     plan = TuningPlan((tensors.adapter,), "default", frozenset(tensors.saved), tensors)
-    model = load_model(folder, CPU, tuning=plan, **options)
-    assert isinstance(model, NativeModel)
-    return model
+    return load_model(folder, CPU, tuning=plan, **options)
 
 
 def family_folder(tmp_path: Path, family: str) -> Path:
     return make_model(tmp_path / family, family, (FAMILIES | UNFUSED)[family])
 
 
-def logits_of(model: NativeModel | PeftModel) -> Tensor:
+def logits_of(model: Model | PeftModel) -> Tensor:
     ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        if isinstance(model, NativeModel):
+        if isinstance(model, Model):
             return model.module.eval()(ids, torch.arange(12).expand_as(ids))
         return model(ids).logits
 
@@ -144,7 +143,7 @@ class LoraSide:
         self.optimizer = build_optimizer(self.model.trained_parameters(), optim, self.model.parameter_kinds())
         self.gradients: dict[str, Tensor] = {}
         self.optimizer.register_step_pre_hook(lambda *_: self._keep_gradients())
-        self.names = WEIGHT_NAMES[self.model.hf_config["model_type"]]
+        self.names = WEIGHT_NAMES.get(self.model.hf_config["model_type"], FALLBACK_NAMES)
 
     def _keep_gradients(self) -> None:
         self.gradients = {self._peft_name(name): p.grad.clone() for name, p in self.model.trained_parameters()}
@@ -166,10 +165,19 @@ class LoraSide:
         return f"base_model.model.{module}.{kind}.default.weight"
 
 
+def make_fallback(folder: Path) -> Path:
+    """A model that the native decoder does not know."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt_neox", vocab_size=448, max_position_embeddings=64, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-@pytest.mark.parametrize("family", UNFUSED)
+@pytest.mark.parametrize("family", [*UNFUSED, "fallback"])
 def test_twenty_steps_equal_those_of_peft(family: str, variant: str, tmp_path: Path) -> None:
-    folder = family_folder(tmp_path, family)
+    folder = make_fallback(tmp_path / "neox") if family == "fallback" else family_folder(tmp_path, family)
     theirs = load_peft(folder, **VARIANTS[variant])
     theirs.save_pretrained(tmp_path / "theirs")
     settings = {key: parity.FREE_RUNNING[key] for key in ("lr", "betas", "eps")}
@@ -290,6 +298,10 @@ def lora_settings(base_run: Path, settings: Settings) -> Settings:
     return make
 
 
+def train_on_rank(values: dict[str, Any]) -> None:
+    api.train(overrides=values)
+
+
 class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -315,9 +327,7 @@ class TestRuns:
         theirs = PeftModel.from_pretrained(base, checkpoint).eval()
         assert_close(logits_of(load_ours(base_run, checkpoint)), logits_of(theirs))
         # Opened as a model, the adapter is merged.
-        merged = load_model(checkpoint, CPU)
-        assert isinstance(merged, NativeModel)
-        assert_close(logits_of(merged), logits_of(theirs))
+        assert_close(logits_of(load_model(checkpoint, CPU)), logits_of(theirs))
 
     @pytest.mark.parametrize("dropout", [0.0, 0.2])
     def test_resume_is_exact(self, dropout: float, lora_settings: Settings) -> None:
@@ -404,6 +414,27 @@ class TestRuns:
         means, exacts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("mean", "exact"))
         name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"
         torch.testing.assert_close(means[name], exacts[name].view(3, 4, -1).mean(dim=0))
+
+    def test_the_fallback_in_one_and_two_processes(self, settings: Settings, tmp_path: Path) -> None:
+        folder = make_fallback(tmp_path / "neox")
+        values = settings(
+            tuning__method="lora", tuning__lora_rank=4, optim__learning_rate=1e-2, model__path=str(folder)
+        )
+        for key in ("model.depth", "model.width", "model.heads"):
+            del values[key]
+        api.train(overrides=values)
+        one, two = values["output_dir"], str(tmp_path / "two")
+        launch_procs(train_on_rank, 2, values | {"output_dir": two, "training.batch_size": 2}, timeout=120)
+        losses = [[line["loss"] for line in read_metrics(Path(run) / "metrics.jsonl")] for run in (one, two)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        adapter = api.export(two, tmp_path / "adapter")
+        assert adapter["verified"]
+        assert adapter["max_logit_difference"] <= LOGITS_LIMIT
+        tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+        assert all(tensors[name].abs().max() > 1e-3 for name in tensors if "lora_B" in name), "B is trained"
+        assert api.export(two, tmp_path / "model", merge=True)["verified"]
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+        assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()), logits_of(theirs))
 
     def test_the_learning_rate_of_b(self, lora_settings: Settings) -> None:
         groups: list[dict[str, Any]] = []

@@ -687,9 +687,13 @@ def _describe_run(run: Run) -> list[str]:
 
 
 def _trained_text(model: Model, precision: str) -> str:
-    if model.tuning is None or model.decoder_config is None:
+    if model.tuning is None:
         return f"all {model.parameter_count / 1e6:.2f}M parameters in {PRECISION_TEXTS[precision]}"
-    counts = model.tuning.count_parameters(decoder_shapes(model.decoder_config))
+    if model.decoder_config is None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
+    else:
+        shapes = decoder_shapes(model.decoder_config)
+    counts = model.tuning.count_parameters(shapes)
     kinds = ", ".join(f"{kind} {_millions(count)}" for kind, count in counts.items())
     frozen = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
     return (

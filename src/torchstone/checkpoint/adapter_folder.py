@@ -105,11 +105,11 @@ def fingerprint(source: TensorSource, shapes: Shapes) -> str:
     """Tells models apart by a few values of each parameter, whatever files and dtypes hold them."""
     digest = hashlib.sha256()
     for name in sorted(shapes):
-        size, *columns = shapes[name]
+        *leading, columns = shapes[name]
         digest.update(f"{name} {shapes[name]}\n".encode())
-        for row in (0, size // 2, size - 1) if columns else (0,):
-            target = torch.empty([1, min(FINGERPRINT_COLUMNS, *columns)] if columns else min(FINGERPRINT_COLUMNS, size))
-            source.read_into(name, target, (row, 0) if columns else (0,))
+        for row in (0, leading[0] // 2, leading[0] - 1) if leading else (0,):
+            target = torch.empty([1] * len(leading) + [min(FINGERPRINT_COLUMNS, columns)])
+            source.read_into(name, target, (row, *[0] * len(leading)) if leading else (0,))
             digest.update(target.numpy().tobytes())
     return digest.hexdigest()
 

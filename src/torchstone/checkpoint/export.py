@@ -24,7 +24,9 @@ from torchstone.checkpoint.model_folder import (
     fallback_reason,
     load_model,
     open_weights,
+    read_adaptable,
     read_model_config,
+    stored_implementation,
 )
 from torchstone.checkpoint.save import STATE_FILE, hf_state_dict, save_model, save_tokenizer, write_hf_config
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
@@ -109,18 +111,18 @@ def _merge_report(errors: dict[str, float]) -> dict[str, Any]:
 
 
 def _export_adapter(folder: Path, target: Path, verify: bool, average: bool) -> dict[str, Any]:
-    hf_config, _, config = read_model_config(folder)
-    names = WEIGHT_NAMES[hf_config["model_type"]]
-    tensors = open_adapter(folder, names, decoder_shapes(config))
+    base = base_folder(folder)
+    model = read_adaptable(base, ExecutionOptions(implementation=stored_implementation(folder)))
+    tensors = open_adapter(folder, model.names, model.shapes)
     tokenizer = load_tokenizer(tokenizer_files(folder))
     with new_folder(target) as work:
-        warnings = write_adapter(work, tensors, names, config.tied, average)
+        warnings = write_adapter(work, tensors, model.names, model.is_tied, average)
         save_tokenizer(tokenizer, work)
         difference = None
         if verify and find_spec("peft") is None:
             warnings.append("not verified: PEFT is not installed")
         elif verify:
-            difference = verify_adapter(work, base_folder(folder), load_model(folder, CPU), tokenizer, average)
+            difference = verify_adapter(work, base, load_model(folder, CPU), tokenizer, average)
     file = target / WEIGHTS_FILE
     return {
         "source": str(folder),

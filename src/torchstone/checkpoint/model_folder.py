@@ -9,31 +9,38 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.adapter_folder import check_base, fingerprint, is_adapter_folder, open_adapter
 from torchstone.checkpoint.load import base_folder, files_folder
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import read_shapes
-from torchstone.checkpoint.transformers_folder import check_fallback_folder, load_fallback, read_hf_config
-from torchstone.checkpoint.weight_files import WeightFiles, weight_file_paths
-from torchstone.checkpoint.weight_names import WEIGHT_NAMES
+from torchstone.checkpoint.transformers_folder import (
+    check_fallback_folder,
+    empty_fallback,
+    load_fallback,
+    read_hf_config,
+)
+from torchstone.checkpoint.weight_files import InMemoryTensors, WeightFiles, open_tensors, weight_file_paths
+from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES, WeightNames
 from torchstone.errors import CheckpointError, UsageError, is_out_of_memory
 from torchstone.models.choice import Choice
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder, DecoderConfig
 from torchstone.models.execution import (
     DEFAULT_EXECUTION,
     ExecutionOptions,
+    Implementation,
     check_compiler,
     check_fallback_execution,
     choose_attention,
 )
+from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.fallback.probing import PACKING_METHODS
 from torchstone.models.families import FAMILIES, Family, dropout_warning, family_of
 from torchstone.models.fp8 import check_fp8
@@ -52,7 +59,7 @@ from torchstone.models.model import (
 from torchstone.models.tensors import TensorSource
 from torchstone.parallel.build import ModelBuilder, fill_parameters
 from torchstone.parallel.local_shards import local_shards
-from torchstone.tuning.lora import MergedTensors
+from torchstone.tuning.lora import MergedTensors, add_adapter
 from torchstone.tuning.plan import TuningPlan
 
 # Keys of older files that are still read, and keys that tools leave behind.
@@ -107,32 +114,53 @@ def load_model(
         model: Model = _load_native(folder, device, dtype, execution, builder, tokenizer_size, tuning)
         model.apply_execution(execution)
         return model
-    if tuning is not None:
-        raise UsageError(
-            f"tuning.method lora needs the native decoder, but this model runs in the Transformers fallback ({reason})",
-            "use --tuning.method full",
-        )
-    if is_adapter_folder(folder):
-        raise UsageError(
-            f"{folder} is an adapter of a model that runs in the Transformers fallback ({reason})",
-            "merge it with PEFT first (merge_and_unload)",
-        )
-    module = load_fallback(folder, execution.attention, device, builder.dtype, execution.trust_remote_code)
+    base, load_dtype = base_folder(folder), builder.dtype if tuning is None else builder.compute_dtype
+    module = load_fallback(base, execution.attention, device, load_dtype, execution.trust_remote_code)
     notes = [f"runs in the Transformers fallback ({reason})"]
     if module.packing_method is not None:
         notes.append(f"packed documents are separated by {PACKING_METHODS[module.packing_method]} (tested at load)")
-    hf_config, warnings, old_size = read_hf_config(folder), module.warnings, module.vocab_size
+    hf_config, warnings, old_size = read_hf_config(base), module.warnings, module.vocab_size
+    if base != folder:
+        _merge_into_fallback(folder, base, module, execution)
+    if tuning is not None:
+        _add_adapters(module, tuning, builder.dtype)
     if tokenizer_size > old_size:
         module.resize_embeddings(padded_vocab_size(tokenizer_size))
         hf_config["vocab_size"] = module.vocab_size
         warnings.append(resize_warning(tokenizer_size, old_size, module.vocab_size))
-    model = FallbackModel(module, hf_config, module.generation_config, notes=notes, warnings=warnings)
+    model = FallbackModel(module, hf_config, module.generation_config, notes=notes, warnings=warnings, tuning=tuning)
     # Also discards a damaged generation_config.json.
     model.warnings += model.align_special_tokens({})
     model.apply_execution(execution)
     builder.shard_fallback(module)
     model.notes += builder.notes
     return model
+
+
+@torch.no_grad()
+def _merge_into_fallback(folder: Path, base: Path, module: FallbackModule, execution: ExecutionOptions) -> None:
+    adaptable = read_adaptable(base, replace(execution, implementation="fallback"))
+    tensors = open_adapter(folder, adaptable.names, adaptable.shapes)
+    check_base(tensors, base, adaptable.fingerprint)
+    parameters = dict(module.named_parameters())
+    source = MergedTensors(InMemoryTensors(parameters), tensors, [tensors.adapter], adaptable.shapes)
+    for name in [*(f"{linear}.weight" for linear in tensors.adapter.linears), *tensors.saved]:
+        source.read_into(name, parameters[name], (0,) * parameters[name].dim())
+
+
+@torch.no_grad()
+def _add_adapters(module: FallbackModule, tuning: TuningPlan, dtype: torch.dtype) -> None:
+    """Adds the adapters of `tuning` to a loaded model. What is trained has `dtype`."""
+    base = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    for adapter in tuning.adapters:
+        add_adapter(module, adapter)
+    source = tuning.tensors(InMemoryTensors(base), {name: tuple(tensor.shape) for name, tensor in base.items()})
+    for name, parameter in module.named_parameters():
+        if tuning.is_trained(name):
+            parameter.data = parameter.data.to(dtype)
+        if tuning.is_trained(name) or name not in base:
+            source.read_into(name, parameter.data, (0,) * parameter.dim())
+    tuning.freeze(module)
 
 
 def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
@@ -143,7 +171,7 @@ def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
         return "as requested"
     if implementation == "auto" and execution.trust_remote_code and _remote_code_class(hf_config):
         return f"{_remote_code_class(hf_config)} of its folder, which is trusted"
-    if implementation == "auto" and read_json_or_empty(folder / "state.json").get("implementation") == "fallback":
+    if implementation == "auto" and stored_implementation(folder) == "fallback":
         return "as in the run that saved it"
     try:
         read_model_config(folder)
@@ -152,6 +180,11 @@ def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
             raise
         return error.message
     return None
+
+
+def stored_implementation(folder: Path) -> Implementation:
+    """That of the run that saved a checkpoint; auto for any other folder."""
+    return "fallback" if read_json_or_empty(folder / "state.json").get("implementation") == "fallback" else "auto"
 
 
 def stored_parameter_count(folder: Path) -> int:
@@ -186,6 +219,35 @@ def check_new_model(
     except ValueError as error:
         raise UsageError(f"the sizes of the new model do not fit together: {error}") from None
     return _check_native_execution(config, device, dtype, execution)
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """What an adapter has to know of a model: the names and shapes of its parameters, and its linears but the head."""
+
+    names: WeightNames
+    shapes: dict[str, tuple[int, ...]]
+    linears: list[str]
+    is_tied: bool
+    fingerprint: str
+
+
+def read_adaptable(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> Adaptable:
+    """`folder`: of a model, not of an adapter. Reads a few values of every weight."""
+    if fallback_reason(folder, execution) is None:
+        hf_config, _, config = read_model_config(folder)
+        shapes = decoder_shapes(config)
+        linears = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
+        values = fingerprint(open_weights(folder, hf_config["model_type"], config), shapes)
+        return Adaptable(WEIGHT_NAMES[hf_config["model_type"]], shapes, linears, config.tied, values)
+    hf = empty_fallback(folder, execution.trust_remote_code)
+    head = hf.get_output_embeddings()
+    linears = [f"hf.{name}.weight" for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    shapes = {f"hf.{name}": tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    stored = {name: file.tensors[name] for name, file in open_tensors(folder).items()}
+    values = fingerprint(InMemoryTensors(stored), {name: tuple(tensor.shape) for name, tensor in stored.items()})
+    is_tied = head is not None and head.weight is hf.get_input_embeddings().weight
+    return Adaptable(FALLBACK_NAMES, shapes, linears, is_tied, values)
 
 
 def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles | MergedTensors:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.adapter_folder import AdapterTensors, write_adapter, write_adapter_config
@@ -24,7 +25,7 @@ from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, WEIGHTS, shard_fil
 from torchstone.checkpoint.tensor_files import write_tensors
 from torchstone.checkpoint.transformers_folder import full_state_dict, save_fallback
 from torchstone.checkpoint.weight_files import hf_tensors, save_weights
-from torchstone.checkpoint.weight_names import WEIGHT_NAMES, WeightNames
+from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES, WeightNames
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError
 from torchstone.models.families import Family
@@ -65,6 +66,12 @@ def save_checkpoint(
 
 def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
     """Writes config.json, the weights and generation_config.json. All ranks must call it; each writes its shards."""
+    if isinstance(model, FallbackModel) and model.tuning is not None:
+        tensors = {name: _full_tensor(parameter) for name, parameter in model.trained_parameters()}
+        if ctx.is_main:
+            model.module.hf.config.save_pretrained(folder)
+            save_adapter(tensors, model.tuning, FALLBACK_NAMES, False, folder)
+        return
     if isinstance(model, FallbackModel):
         with nullcontext() if model.master_weights is None else model.master_weights.installed():
             save_fallback(model.module, model.generation_config, folder, ctx.rank)
@@ -84,8 +91,12 @@ def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS
         return
     names = WEIGHT_NAMES[model.hf_config["model_type"]]
     write_hf_config(model.hf_config, model.family, model.dtype, folder)
-    if model.tuning is not None:
-        save_adapter(model, model.tuning, names, folder, with_tensors=ctx.world_size == 1)
+    if model.tuning is not None and ctx.world_size == 1:
+        trained = {name: parameter.detach() for name, parameter in model.trained_parameters()}
+        save_adapter(trained, model.tuning, names, config.tied, folder)
+    elif model.tuning is not None:
+        tuning = model.tuning
+        write_adapter_config(folder, tuning.trained_adapter, names, tuning.trained_parameters, tuning.base)
     elif ctx.world_size == 1:
         save_weights(full_unfused_parameters(model), names, folder)
     if model.generation_config is not None:
@@ -93,18 +104,18 @@ def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS
 
 
 def save_adapter(
-    model: NativeModel, tuning: TuningPlan, names: WeightNames, folder: Path, with_tensors: bool
-) -> list[str]:
-    """Writes the trained adapter for PEFT; without the tensors, adapter_config.json only. Returns warnings."""
-    adapter = tuning.trained_adapter
-    if not with_tensors:
-        write_adapter_config(folder, adapter, names, tuning.trained_parameters, tuning.base)
-        return []
-    trained = {name: parameter.detach() for name, parameter in model.trained_parameters()}
+    trained: dict[str, Tensor], tuning: TuningPlan, names: WeightNames, is_tied: bool, folder: Path
+) -> None:
+    """Writes the trained adapter for PEFT. `trained`: all trained tensors."""
     factors = {name: tensor for name, tensor in trained.items() if is_adapter_parameter(name)}
     saved = {name: tensor for name, tensor in trained.items() if name not in factors}
-    tensors = AdapterTensors(adapter, factors, saved, tuning.base, tuning.base_fingerprint)
-    return write_adapter(folder, tensors, names, model.decoder_config.tied)
+    tensors = AdapterTensors(tuning.trained_adapter, factors, saved, tuning.base, tuning.base_fingerprint)
+    write_adapter(folder, tensors, names, is_tied)
+
+
+def _full_tensor(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor; all ranks must call it."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def full_unfused_parameters(model: NativeModel) -> dict[str, Tensor]:

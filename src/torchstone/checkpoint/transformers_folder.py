@@ -106,6 +106,15 @@ def check_fallback_folder(folder: Path, trust_remote_code: bool = False) -> None
     _check_weight_files(folder)
 
 
+def empty_fallback(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The modules of a folder's model, without values."""
+    from transformers import AutoModelForCausalLM
+
+    config = _read_transformers_config(folder, trust_remote_code)
+    with torch.device("meta"), capture_warnings():
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def save_fallback(module: FallbackModule, generation_config: bytes | None, folder: Path, rank: int = 0) -> None:
     """Saves a folder that Transformers loads back bit for bit, with the model's own code, if any.
 

@@ -58,6 +58,19 @@ class WeightNames:
         return tensors
 
 
+class FallbackNames(WeightNames):
+    """The names of a model in the Transformers fallback: ours are Transformers' with a prefix."""
+
+    def stored_tensor(self, hf_name: str) -> StoredTensorSpec | None:
+        return StoredTensorSpec((f"hf.{hf_name}",))
+
+    def stored_tensors(self, parameters: Iterable[str]) -> dict[str, StoredTensorSpec]:
+        return {name.removeprefix("hf."): StoredTensorSpec((name,)) for name in parameters}
+
+
+FALLBACK_NAMES = FallbackNames({})
+
+
 def _instantiate(entry: StoredTensorSpec, layer: str, kind: str) -> StoredTensorSpec:
     parameters = tuple(f"{name.replace('{n}', layer)}.{kind}" for name in entry.parameter_names)
     return StoredTensorSpec(parameters, entry.is_transposed and kind == "weight")

@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,8 @@ from torchstone.models.generate import TokenCallback, generate
 from torchstone.models.liger import LigerChoice, apply_liger, apply_liger_to_fallback, choose_liger
 from torchstone.models.master_weights import MasterWeights
 from torchstone.models.sizing import describe, parameter_count
-
-if TYPE_CHECKING:
-    from torchstone.tuning.plan import TuningPlan
+from torchstone.tuning.lora import is_adapter_parameter
+from torchstone.tuning.plan import TuningPlan
 
 GENERATION_CONFIG = "generation_config.json"
 # Embeddings grow to a multiple of this, which matmul kernels prefer.
@@ -86,7 +85,7 @@ class Model(ABC):
     @property
     @abstractmethod
     def parameter_count(self) -> int:
-        """Of the whole model, whatever this rank holds of it."""
+        """Of the whole model, whatever this rank holds of it, without adapters."""
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -308,7 +307,7 @@ class FallbackModel(Model):
 
     @property
     def parameter_count(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        return sum(p.numel() for name, p in self.module.named_parameters() if not is_adapter_parameter(name))
 
     def describe(self) -> str:
         return f"{self.parameter_count / 1e6:.2f}M parameters, {type(self.module.hf).__name__} of Transformers"

@@ -102,7 +102,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     flops = run_flops(parameters, data, schedule, progress, ctx)
     execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length, run_flops=flops)
     builder = model_builder(config, ctx, device)
-    tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint)
+    tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint, execution)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console, tuning)
     model.choices = {"training.precision": precision} | model.choices
     console.info("; ".join([*describe_choices(model.choices), *model.notes]))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchstone.models.decoder import Decoder
 from torchstone.models.tensors import NamedTensors, TensorSource
@@ -71,8 +71,8 @@ class TuningPlan:
             if not self.is_trained(name):
                 parameter.data = parameter.data.to(frozen_dtype)
 
-    def freeze(self, decoder: Decoder) -> None:
-        for name, parameter in decoder.named_parameters():
+    def freeze(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
             parameter.requires_grad_(self.is_trained(name))
 
     def tensors(self, base: TensorSource, shapes: Mapping[str, Sequence[int]]) -> TensorSource:
