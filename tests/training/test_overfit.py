@@ -54,6 +54,20 @@ class TestOverfit:
             check_same_losses(name, lines, expected)
         assert all(line["micro_batches"] >= 4 for line in metrics(parallel["native, pp 2"]))
 
+    def test_adapters_overfit_it(self, tmp_path: Path, tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+        """LoRA on a model with random weights; the embedding, which is random too, is trained with it."""
+        single, _ = make_runs(tmp_path, tokenizer_dir, tokenizer)
+        base = single["native, single"] | {"training.max_steps": 1, "optim.learning_rate": 0.0}
+        checkpoint = api.train(overrides=base | {"checkpoint.at_end": True}).checkpoint
+        run = single["fallback, single"] | {
+            "model.path": str(checkpoint), "tuning.method": "lora", "tuning.modules_to_save": ["embed_tokens"],
+            "training.max_steps": 30, "optim.eps": 1e-8, "optim.warmup_ratio": 0.0, "optim.schedule": "constant",
+        }  # fmt: skip
+        api.train(overrides=run)
+        lines = metrics(run)
+        check_overfit("lora", lines)
+        assert lines[-1]["loss"] <= 0.01
+
 
 def make_runs(
     folder: Path, tokenizer_dir: Path, tokenizer: Tokenizer
