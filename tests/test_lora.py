@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import parity
 from exact_runs import assert_same_run
@@ -456,14 +456,22 @@ class TestRuns:
         ({"tuning.lora_targets": ["(q_proj"]}, "is not a regular expression"),
         ({"tuning.modules_to_save": ["classifier"]}, "the model has no module classifier"),
         ({"tuning.method": "full"}, "tuning.lora_rank is for LoRA"),
+        ({"model.tokenizer": "larger"}, "and with adapters they cannot be resized"),
         ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
         ({"model.fused": ["qkv"]}, "model.fused does not work with LoRA"),
         ({"optim.name": "muon"}, "optim.name muon does not work with LoRA"),
         ({"model.path": None, "model.depth": 2}, "tuning.method lora adapts an existing model"),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], message: str, lora_settings: Settings, tokenizer_dir: Path) -> None:
+def test_what_is_refused(
+    changes: dict[str, Any], message: str, lora_settings: Settings, tokenizer_dir: Path, tmp_path: Path
+) -> None:
     values = lora_settings() | changes
+    if "model.tokenizer" in changes:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+        tokenizer.add_tokens([f"<new-{n}>" for n in range(64)])
+        tokenizer.save_pretrained(tmp_path / "larger")
+        values["model.tokenizer"] = str(tmp_path / "larger")
     if values["model.path"] is None:
         values["model.tokenizer"] = str(tokenizer_dir)
     with pytest.raises(UsageError, match=re.escape(message)):

@@ -125,6 +125,7 @@ def load_model(
     if tuning is not None:
         _add_adapters(module, tuning, builder.dtype)
     if tokenizer_size > old_size:
+        _check_resizable(tokenizer_size, old_size, tuning)
         module.resize_embeddings(padded_vocab_size(tokenizer_size))
         hf_config["vocab_size"] = module.vocab_size
         warnings.append(resize_warning(tokenizer_size, old_size, module.vocab_size))
@@ -328,6 +329,7 @@ def _load_native(
     warning = dropout_warning(hf_config)
     warnings = [] if warning is None else [warning]
     if tokenizer_size > config.vocab_size:
+        _check_resizable(tokenizer_size, config.vocab_size, tuning)
         source, new_size = ResizedEmbeddings(source, config.vocab_size), padded_vocab_size(tokenizer_size)
         warnings.append(resize_warning(tokenizer_size, config.vocab_size, new_size))
         config, hf_config["vocab_size"] = replace(config, vocab_size=new_size), new_size
@@ -350,6 +352,15 @@ def _load_native(
         decoders=decoders,
         tuning=tuning,
     )
+
+
+def _check_resizable(tokenizer_size: int, old_size: int, tuning: TuningPlan | None) -> None:
+    if tuning is not None:
+        raise UsageError(
+            f"the tokenizer has {tokenizer_size} tokens, but the model has {old_size} embeddings, and with adapters "
+            "they cannot be resized: an adapter belongs to a model as it is",
+            "use the tokenizer of the model, or resize the model first, with --tuning.method full",
+        )
 
 
 def _check_head_copies(files: WeightFiles, decoders: Sequence[Decoder]) -> None:

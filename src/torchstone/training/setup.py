@@ -88,6 +88,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     # A launcher has prepared the data, which has printed these lines.
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
+    tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint, execution)
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, data_console, ctx, pad_to_buckets=device.type == "cuda")
     identity = run_identity(config, data)
@@ -102,7 +103,6 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     flops = run_flops(parameters, data, schedule, progress, ctx)
     execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length, run_flops=flops)
     builder = model_builder(config, ctx, device)
-    tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint, execution)
     model = _build_model(config, model_folder, builder, execution, tokenizer, console, tuning)
     model.choices = {"training.precision": precision} | model.choices
     console.info("; ".join([*describe_choices(model.choices), *model.notes]))
