@@ -6,9 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from torchstone.observe.metrics import read_metrics
+from torchstone.training.run import Callback, Run
 
 # Fields of a metrics line that do not depend on the clock.
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "samples", "epoch", "total_tokens", "val_loss")
+
+
+class StopAt(Callback):
+    """Ends a run after a step, so that it can be resumed."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.step:
+            run.stop("test")
 
 
 def exact_metrics(run: str | Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from exact_runs import assert_same_run
+from exact_runs import StopAt, assert_same_run
 from parity import distance, relative
 from precision import (
     LEARNING_RATE,
@@ -305,15 +305,6 @@ def describe_tensors(file: Path) -> dict[str, tuple[Any, Any]]:
     with safe_open(file, "pt") as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
         return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == self.step:
-            run.stop("test")
 
 
 class NoteShapes(Callback):

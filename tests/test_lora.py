@@ -17,14 +17,21 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import parity
-from exact_runs import assert_same_run
+from exact_runs import StopAt, assert_same_run
 from layouts import CPU, Shard
 from sides import MAX_NORM, WEIGHT_DECAY, collated
 from steps import train_step
 from tiny_families import make_model
 from torchstone import api
-from torchstone.checkpoint.adapter_folder import AdapterTensors, read_adapter, write_adapter
-from torchstone.checkpoint.model_folder import load_model, read_adaptable
+from torchstone.checkpoint.adapter_folder import (
+    AdapterTensors,
+    base_name,
+    read_adapter,
+    read_adapter_config,
+    write_adapter,
+    write_adapter_config,
+)
+from torchstone.checkpoint.model_folder import load_model, read_base_model_info
 from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
@@ -32,6 +39,7 @@ from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
 from torchstone.models.model import Model
 from torchstone.observe.metrics import read_metrics
+from torchstone.observe.mfu import flops_per_token
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import ShardedModelBuilder, build_runner
 from torchstone.parallel.local_shards import local_shards
@@ -67,7 +75,7 @@ def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
 
 
 def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
-    model = read_adaptable(folder)
+    model = read_base_model_info(folder)
     return read_adapter(adapter, model.names, model.shapes)
 
 
@@ -302,15 +310,6 @@ def train_on_rank(values: dict[str, Any]) -> None:
     api.train(overrides=values)
 
 
-class StopAfter(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == self.step:
-            run.stop("enough")
-
-
 class TestRuns:
     def test_a_checkpoint_is_an_adapter_of_peft(self, lora_settings: Settings, base_run: Path, tmp_path: Path) -> None:
         before = (base_run / "model.safetensors").read_bytes()
@@ -336,9 +335,22 @@ class TestRuns:
             return made | {"output_dir": f"{made['output_dir']}-{name}"}
 
         api.train(overrides=values("whole"))
-        api.train(overrides=values("parts"), callbacks=[StopAfter(3)])
+        api.train(overrides=values("parts"), callbacks=[StopAt(3)])
         api.train(overrides=values("parts"))
         assert_same_run(values("whole")["output_dir"], values("parts")["output_dir"], 6)
+
+    def test_a_trained_embedding_is_resumed_beside_a_copy_of_the_head(
+        self, lora_settings: Settings, base_run: Path, tmp_path: Path
+    ) -> None:
+        """Some files have a copy of a tied head. It equals the embedding of the model, not the one that was trained."""
+        base = tmp_path / "base"
+        shutil.copytree(base_run, base, ignore=shutil.ignore_patterns("manifest.json"))
+        weights = load_file(base / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        values = lora_settings(tuning__modules_to_save=["embed_tokens"]) | {"model.path": str(base)}
+        api.train(overrides=values, callbacks=[StopAt(3)])
+        assert api.train(overrides=values).step == 6
 
     def test_export_and_merge(self, lora_settings: Settings, base_run: Path, tmp_path: Path) -> None:
         values = lora_settings(tuning__modules_to_save=["lm_head"])
@@ -411,6 +423,7 @@ class TestRuns:
         assert len(mean["warnings"]) == 2 * 3, "qkv_proj and gate_up_proj of three layers"
         assert "the mean of the A of 3 projections changes the update by" in mean["warnings"][1]
         assert mean["max_logit_difference"] > 1e-4
+        assert not mean["verified"], "it is not what was trained"
         means, exacts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("mean", "exact"))
         name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"
         torch.testing.assert_close(means[name], exacts[name].view(3, 4, -1).mean(dim=0))
@@ -432,7 +445,9 @@ class TestRuns:
         assert adapter["max_logit_difference"] <= LOGITS_LIMIT
         tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
         assert all(tensors[name].abs().max() > 1e-3 for name in tensors if "lora_B" in name), "B is trained"
-        assert api.export(two, tmp_path / "model", merge=True)["verified"]
+        merged = api.export(two, tmp_path / "model", merge=True)
+        assert merged["verified"]
+        assert 0 < merged["merge_error"] < 1e-5
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
         assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()), logits_of(theirs))
 
@@ -460,6 +475,7 @@ class TestRuns:
         ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
         ({"model.fused": ["qkv"]}, "model.fused does not work with LoRA"),
         ({"optim.name": "muon"}, "optim.name muon does not work with LoRA"),
+        ({"training.precision": "fp8"}, "training.precision fp8 does not work with LoRA yet"),
         ({"model.path": None, "model.depth": 2}, "tuning.method lora adapts an existing model"),
     ],
 )
@@ -495,3 +511,19 @@ def test_adapters_that_cannot_be_read(changes: dict[str, Any], message: str, bas
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises((UsageError, CheckpointError), match=message):
         open_peft_adapter(base_run, tmp_path / "theirs")
+
+
+def test_a_base_on_the_hub_has_a_name_and_a_revision(base_run: Path, tmp_path: Path) -> None:
+    load_peft(base_run).save_pretrained(tmp_path / "theirs")
+    adapter = open_peft_adapter(base_run, tmp_path / "theirs").adapter
+    write_adapter_config(tmp_path, adapter, WEIGHT_NAMES["llama"], [], "org/name@abc123")
+    config = read_adapter_config(tmp_path)
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", "abc123")
+    assert base_name(config) == "org/name@abc123"
+
+
+def test_frozen_parameters_count_less_in_the_mfu(base_run: Path) -> None:
+    config = load_model(base_run, CPU).decoder_config
+    assert config is not None
+    full, frozen = (flops_per_token(config, 0.0, is_frozen) for is_frozen in (False, True))
+    assert frozen == full * 4 / 6

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import parity
-from exact_runs import assert_same_run
+from exact_runs import StopAt, assert_same_run
 from layouts import CPU, Shard, assert_shards_in
 from sides import collated
 from tiny import flags
@@ -46,7 +46,6 @@ from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distr
 from torchstone.parallel.projections import ShardedProjections
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
-from torchstone.training.run import Callback, Run
 from torchstone.training.step import compute_gradients, optimizer_step
 
 Settings = Callable[..., dict[str, Any]]
@@ -66,15 +65,6 @@ LAYOUTS: dict[int, list[tuple[dict[str, Any], tuple[Fusion, ...]]]] = {
         ({"dp_replicate": 2, "pp": 2, "schedule": "interleaved"}, ()),
     ],
 }
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == self.step:
-            run.stop("test")
 
 
 @pytest.fixture(scope="module")

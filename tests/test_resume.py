@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import processes
-from exact_runs import assert_same_run, exact_metrics, saved_tensors
+from exact_runs import StopAt, assert_same_run, exact_metrics, saved_tensors
 from selection import the_rest
 from torchstone import api
 from torchstone.checkpoint import manifest
@@ -28,15 +28,6 @@ from torchstone.training.run import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
 STEPS = 9
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == self.step:
-            run.stop("test")
 
 
 class SignalAt(Callback):

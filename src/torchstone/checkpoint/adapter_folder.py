@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstone import hub
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import open_tensor_file, read_slice_into, write_tensors
@@ -147,6 +148,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def base_name(config: dict[str, Any]) -> str | None:
+    """The base model of an adapter_config.json: a folder, or a name on the hub with its revision."""
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return f"{name}@{revision}" if name and revision and hub.parse_model(name) is not None else name
+
+
 def open_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str = "default") -> AdapterTensors:
     """The adapter of a folder of PEFT's, or of a checkpoint of any layout. `shapes`: of the model's parameters."""
     if shard_files(folder, WEIGHTS):
@@ -168,11 +175,15 @@ def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> Adapte
         parts = [name.removesuffix(".weight") for name in spec.parameter_names]
         scale = _scale(config, hf_name.removesuffix(".weight"), sum(ranks[part] for part in parts))
         linears |= {part: LoraSpec(ranks[part], scale) for part in parts}
-    dropout, use_dora, use_rslora = (config.get(key, 0) for key in ("lora_dropout", "use_dora", "use_rslora"))
     saved = {name: tensor for name, tensor in tensors.items() if name not in factors}
-    adapter = LoraAdapter(adapter_name, linears, float(dropout), bool(use_dora), bool(use_rslora))
     base_fingerprint = read_json_or_empty(folder / STATE_FILE).get("base_fingerprint")
-    return AdapterTensors(adapter, factors, saved, config.get("base_model_name_or_path"), base_fingerprint)
+    adapter = _adapter_of(config, adapter_name, linears)
+    return AdapterTensors(adapter, factors, saved, base_name(config), base_fingerprint)
+
+
+def _adapter_of(config: dict[str, Any], name: str, linears: Mapping[str, LoraSpec]) -> LoraAdapter:
+    dropout, use_dora, use_rslora = (config.get(key, 0) for key in ("lora_dropout", "use_dora", "use_rslora"))
+    return LoraAdapter(name, linears, float(dropout), bool(use_dora), bool(use_rslora))
 
 
 def read_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str = "default") -> AdapterTensors:
@@ -219,9 +230,8 @@ def read_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name:
     if unknown or wrong or not factors:
         problem = "has no factors" if not factors else "does not fit the model"
         raise CheckpointError(f"{folder}: the adapter {problem}", list_names(unknown=unknown, shape=wrong) or None)
-    dropout, use_dora, use_rslora = (config.get(key, 0) for key in ("lora_dropout", "use_dora", "use_rslora"))
-    adapter = LoraAdapter(adapter_name, linears, float(dropout), bool(use_dora), bool(use_rslora))
-    return AdapterTensors(adapter, factors, saved, config.get("base_model_name_or_path"), file.metadata.get(BASE))
+    adapter = _adapter_of(config, adapter_name, linears)
+    return AdapterTensors(adapter, factors, saved, base_name(config), file.metadata.get(BASE))
 
 
 def _check_tied_head(folder: Path, saved: dict[str, Tensor], is_tied: bool) -> None:
@@ -307,10 +317,12 @@ def write_adapter_config(
     is_transposed = [
         spec.is_transposed for spec in names.stored_tensors(f"{name}.weight" for name in adapter.linears).values()
     ]
+    hub_name = None if base is None else hub.parse_model(base)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if hub_name is None else hub_name.repo,
+        "revision": None if hub_name is None else hub_name.revision,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": _whole_number(alpha),

@@ -24,7 +24,7 @@ from torchstone.checkpoint.model_folder import (
     fallback_reason,
     load_model,
     open_weights,
-    read_adaptable,
+    read_base_model_info,
     read_model_config,
     stored_implementation,
 )
@@ -37,7 +37,7 @@ from torchstone.checkpoint.weight_names import LLAMA, WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import ExecutionOptions
-from torchstone.models.model import GENERATION_CONFIG, Model, NativeModel
+from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
 from torchstone.tuning.lora import MergedTensors
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def export_model(
     if is_adapter_folder(folder) and not merge:
         if dtype != "auto":
             raise UsageError("an adapter keeps its dtype", "leave out --dtype, or write a model with --merge")
-        return _export_adapter(folder, target, verify, average_lora_a)
+        return _export_adapter(folder, target, verify, average_lora_a, trust_remote_code)
     execution = ExecutionOptions(trust_remote_code=trust_remote_code)
     target_dtype, dtype_reason = resolve_dtype(folder, dtype)
     tokenizer = load_tokenizer(tokenizer_files(folder), trust_remote_code=trust_remote_code)
@@ -83,7 +83,9 @@ def export_model(
         if is_native:
             merge_errors = _copy_native(folder, target_dtype, work)
         else:
-            save_model(load_model(folder, CPU, target_dtype, execution), work)
+            model = load_model(folder, CPU, target_dtype, execution)
+            save_model(model, work)
+            merge_errors = model.merge_errors if isinstance(model, FallbackModel) else {}
         save_tokenizer(tokenizer, work)
         parameters = sum(tensor.numel() for tensor in _stored_tensors(weight_file_paths(work)))
         difference = None
@@ -110,11 +112,12 @@ def _merge_report(errors: dict[str, float]) -> dict[str, Any]:
     return {"merge_error": errors[worst], "merge_error_in": worst}
 
 
-def _export_adapter(folder: Path, target: Path, verify: bool, average: bool) -> dict[str, Any]:
-    base = base_folder(folder)
-    model = read_adaptable(base, ExecutionOptions(implementation=stored_implementation(folder)))
+def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, trust_remote_code: bool) -> dict[str, Any]:
+    base, implementation = base_folder(folder), stored_implementation(folder)
+    execution = ExecutionOptions(implementation=implementation, trust_remote_code=trust_remote_code)
+    model = read_base_model_info(base, execution)
     tensors = open_adapter(folder, model.names, model.shapes)
-    tokenizer = load_tokenizer(tokenizer_files(folder))
+    tokenizer = load_tokenizer(tokenizer_files(folder), trust_remote_code=trust_remote_code)
     with new_folder(target) as work:
         warnings = write_adapter(work, tensors, model.names, model.is_tied, average)
         save_tokenizer(tokenizer, work)
@@ -122,7 +125,8 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool) -> 
         if verify and find_spec("peft") is None:
             warnings.append("not verified: PEFT is not installed")
         elif verify:
-            difference = verify_adapter(work, base, load_model(folder, CPU), tokenizer, average)
+            merged = load_model(folder, CPU, execution=execution)
+            difference = verify_adapter(work, base, merged, tokenizer, average, trust_remote_code)
     file = target / WEIGHTS_FILE
     return {
         "source": str(folder),
@@ -130,7 +134,7 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool) -> 
         "base": tensors.base,
         "parameters": sum(tensor.numel() for tensor in _stored_tensors([file])),
         "bytes": file.stat().st_size,
-        "verified": difference is not None,
+        "verified": difference is not None and not average,
         "max_logit_difference": difference,
         "warnings": warnings,
     }
@@ -138,7 +142,12 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool) -> 
 
 @torch.no_grad()
 def verify_adapter(
-    folder: Path, base: Path, model: Model, tokenizer: Tokenizer, is_changed: bool = False
+    folder: Path,
+    base: Path,
+    model: Model,
+    tokenizer: Tokenizer,
+    is_changed: bool = False,
+    trust_remote_code: bool = False,
 ) -> float | None:
     """Loads the adapter with PEFT; returns the largest difference to the logits of our merged `model`, in fp32.
 
@@ -152,7 +161,9 @@ def verify_adapter(
     if shard_files(base, WEIGHTS):
         return None
     attention = {"attn_implementation": "eager"} if model.hf_config.get("attn_logit_softcapping") else {}
-    reference = AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, dtype=torch.float32, **attention)
+    reference = AutoModelForCausalLM.from_pretrained(
+        str(base), local_files_only=True, dtype=torch.float32, trust_remote_code=trust_remote_code, **attention
+    )
     reference = PeftModel.from_pretrained(reference, str(folder)).eval()
     ids = _probe_ids(model, tokenizer)
     logits = model.module.eval()(ids, torch.arange(ids.shape[1])[None])

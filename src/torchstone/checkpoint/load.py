@@ -11,7 +11,7 @@ import torch
 
 from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
-from torchstone.checkpoint.adapter_folder import CONFIG_FILE, is_adapter_folder, read_adapter_config
+from torchstone.checkpoint.adapter_folder import CONFIG_FILE, base_name, is_adapter_folder, read_adapter_config
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
 from torchstone.checkpoint.tensor_files import name_damaged_file, open_tensor_file
@@ -114,7 +114,7 @@ def base_folder(folder: Path) -> Path:
         raise UsageError(
             f"{folder} has a model and a PEFT adapter ({CONFIG_FILE})", "move one of them to another folder"
         )
-    name = read_adapter_config(folder).get("base_model_name_or_path")
+    name = base_name(read_adapter_config(folder))
     if not name:
         raise UsageError(f"{folder / CONFIG_FILE}: base_model_name_or_path is not set", "name the model there")
     base = resolve_model_folder(name)

@@ -120,8 +120,7 @@ def load_model(
     if module.packing_method is not None:
         notes.append(f"packed documents are separated by {PACKING_METHODS[module.packing_method]} (tested at load)")
     hf_config, warnings, old_size = read_hf_config(base), module.warnings, module.vocab_size
-    if base != folder:
-        _merge_into_fallback(folder, base, module, execution)
+    merge_errors = {} if base == folder else _merge_into_fallback(folder, base, module, execution)
     if tuning is not None:
         _add_adapters(module, tuning, builder.dtype)
     if tokenizer_size > old_size:
@@ -130,6 +129,7 @@ def load_model(
         hf_config["vocab_size"] = module.vocab_size
         warnings.append(resize_warning(tokenizer_size, old_size, module.vocab_size))
     model = FallbackModel(module, hf_config, module.generation_config, notes=notes, warnings=warnings, tuning=tuning)
+    model.merge_errors = merge_errors
     # Also discards a damaged generation_config.json.
     model.warnings += model.align_special_tokens({})
     model.apply_execution(execution)
@@ -139,14 +139,18 @@ def load_model(
 
 
 @torch.no_grad()
-def _merge_into_fallback(folder: Path, base: Path, module: FallbackModule, execution: ExecutionOptions) -> None:
-    adaptable = read_adaptable(base, replace(execution, implementation="fallback"))
-    tensors = open_adapter(folder, adaptable.names, adaptable.shapes)
-    check_base(tensors, base, adaptable.fingerprint)
+def _merge_into_fallback(
+    folder: Path, base: Path, module: FallbackModule, execution: ExecutionOptions
+) -> dict[str, float]:
+    """Returns what rounding has lost, by name (`rounding_error`)."""
+    info = read_base_model_info(base, replace(execution, implementation="fallback"))
+    tensors = open_adapter(folder, info.names, info.shapes)
+    check_base(tensors, base, info.fingerprint)
     parameters = dict(module.named_parameters())
-    source = MergedTensors(InMemoryTensors(parameters), tensors, [tensors.adapter], adaptable.shapes)
+    source = MergedTensors(InMemoryTensors(parameters), tensors, [tensors.adapter], info.shapes)
     for name in [*(f"{linear}.weight" for linear in tensors.adapter.linears), *tensors.saved]:
         source.read_into(name, parameters[name], (0,) * parameters[name].dim())
+    return source.errors
 
 
 @torch.no_grad()
@@ -223,7 +227,7 @@ def check_new_model(
 
 
 @dataclass(frozen=True)
-class Adaptable:
+class BaseModelInfo:
     """What an adapter has to know of a model: the names and shapes of its parameters, and its linears but the head."""
 
     names: WeightNames
@@ -233,14 +237,14 @@ class Adaptable:
     fingerprint: str
 
 
-def read_adaptable(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> Adaptable:
+def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> BaseModelInfo:
     """`folder`: of a model, not of an adapter. Reads a few values of every weight."""
     if fallback_reason(folder, execution) is None:
         hf_config, _, config = read_model_config(folder)
         shapes = decoder_shapes(config)
         linears = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
         values = fingerprint(open_weights(folder, hf_config["model_type"], config), shapes)
-        return Adaptable(WEIGHT_NAMES[hf_config["model_type"]], shapes, linears, config.tied, values)
+        return BaseModelInfo(WEIGHT_NAMES[hf_config["model_type"]], shapes, linears, config.tied, values)
     hf = empty_fallback(folder, execution.trust_remote_code)
     head = hf.get_output_embeddings()
     linears = [f"hf.{name}.weight" for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head]
@@ -248,7 +252,7 @@ def read_adaptable(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION
     stored = {name: file.tensors[name] for name, file in open_tensors(folder).items()}
     values = fingerprint(InMemoryTensors(stored), {name: tuple(tensor.shape) for name, tensor in stored.items()})
     is_tied = head is not None and head.weight is hf.get_input_embeddings().weight
-    return Adaptable(FALLBACK_NAMES, shapes, linears, is_tied, values)
+    return BaseModelInfo(FALLBACK_NAMES, shapes, linears, is_tied, values)
 
 
 def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles | MergedTensors:
@@ -337,7 +341,7 @@ def _load_native(
     if tuning is not None:
         source = tuning.tensors(source, decoder_shapes(config))
     fill_parameters(decoders, source)
-    if isinstance(files, WeightFiles):
+    if isinstance(files, WeightFiles) and (tuning is None or not tuning.has_value(EMBEDDING)):
         _check_head_copies(files, decoders)
     if _remote_code_class(hf_config):
         warnings.append(f"config.json names its own code ({_remote_code_class(hf_config)}), which is not run")

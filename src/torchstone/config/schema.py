@@ -781,6 +781,12 @@ RULES = [
         "leave out model.fused; products with the same input are computed together anyway",
     ),
     Rule(
+        "training.precision",
+        lambda c: c.tuning.method == "lora" and c.training.precision.startswith("fp8"),
+        "training.precision {c.training.precision} does not work with LoRA yet",
+        "use --training.precision bf16",
+    ),
+    Rule(
         "optim.name",
         lambda c: c.tuning.method == "lora" and c.optim.name == "muon",
         "optim.name muon does not work with LoRA: it orthogonalizes whole matrices, not their factors",

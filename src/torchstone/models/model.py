@@ -288,6 +288,8 @@ class FallbackModel(Model):
 
     implementation: ClassVar[Implementation] = "fallback"
     module: FallbackModule
+    # What rounding has lost of an adapter that was merged into it, by parameter.
+    merge_errors: dict[str, float] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:

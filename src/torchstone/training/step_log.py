@@ -134,5 +134,5 @@ def _mfu(run: Run, batch: StepBatch, seconds: float) -> float | None:
     config = run.model.decoder_config
     if run.peak_flops is None or config is None:
         return None
-    flops = batch.tokens * flops_per_token(config, batch.mean_length)
+    flops = batch.tokens * flops_per_token(config, batch.mean_length, run.model.tuning is not None)
     return flops / (seconds * run.peak_flops * run.ctx.world_size)

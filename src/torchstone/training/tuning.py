@@ -8,7 +8,7 @@ from pathlib import Path
 from torchstone import hub
 from torchstone.checkpoint.adapter_folder import check_base, is_adapter_folder, open_adapter
 from torchstone.checkpoint.load import resolve_model_folder
-from torchstone.checkpoint.model_folder import Adaptable, read_adaptable
+from torchstone.checkpoint.model_folder import BaseModelInfo, read_base_model_info
 from torchstone.config.schema import Config, TuningConfig
 from torchstone.errors import UsageError
 from torchstone.models.decoder import EMBEDDING, HEAD
@@ -31,7 +31,7 @@ def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: 
             f"to train it further: --tuning.adapter {base} and the model that it adapts as --model.path; or merge it "
             "first with torchstone export",
         )
-    model, tensors = read_adaptable(base, execution), None
+    model, tensors = read_base_model_info(base, execution), None
     continued = checkpoint
     if checkpoint is None and tuning.adapter is not None:
         continued = resolve_model_folder(tuning.adapter)
@@ -49,7 +49,7 @@ def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: 
     return TuningPlan((adapter,), ADAPTER_NAME, saved, tensors, config.training.seed, name, model.fingerprint)
 
 
-def new_adapter(tuning: TuningConfig, model: Adaptable) -> LoraAdapter:
+def new_adapter(tuning: TuningConfig, model: BaseModelInfo) -> LoraAdapter:
     """An adapter for the linears that tuning.lora_targets selects."""
     stored = {name.removesuffix(".weight"): spec for name, spec in model.names.stored_tensors(model.linears).items()}
     rank = tuning.lora_rank
@@ -63,7 +63,7 @@ def new_adapter(tuning: TuningConfig, model: Adaptable) -> LoraAdapter:
     return LoraAdapter(ADAPTER_NAME, linears, tuning.lora_dropout, tuning.lora_dora, tuning.lora_rslora)
 
 
-def saved_parameters(tuning: TuningConfig, model: Adaptable) -> frozenset[str]:
+def saved_parameters(tuning: TuningConfig, model: BaseModelInfo) -> frozenset[str]:
     """The model's parameters that tuning.modules_to_save selects."""
     if not tuning.modules_to_save:
         return frozenset()

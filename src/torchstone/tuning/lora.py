@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -92,7 +92,7 @@ class LoraFactors(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """What `apply_lora` makes of a linear. `adapters` are by name."""
+    """What `add_adapter` makes of a linear. `adapters` are by name."""
 
     adapters: nn.ModuleDict
     # The weight without the updates, while they are merged into it.
@@ -201,12 +201,6 @@ def share_inputs(decoder: Decoder) -> None:
 
 def is_adapter_parameter(name: str) -> bool:
     return f".{ADAPTERS}." in name
-
-
-def factor_names(adapter: LoraAdapter) -> Iterator[str]:
-    """The names of the adapter's parameters."""
-    kinds = (LORA_A, LORA_B, MAGNITUDE) if adapter.use_dora else (LORA_A, LORA_B)
-    return (parameter_name(linear, adapter.name, kind) for linear in adapter.linears for kind in kinds)
 
 
 def parameter_name(linear: str, adapter: str, kind: str) -> str:

@@ -61,6 +61,10 @@ class TuningPlan:
             return split_parameter_name(name)[1] == self.trained
         return name in self.trained_parameters
 
+    def has_value(self, name: str) -> bool:
+        """Whether the parameter `name` has been trained before."""
+        return self.values is not None and name in self.values.names
+
     def add_adapters(self, decoder: Decoder, frozen_dtype: torch.dtype, tp: int) -> None:
         """Adds uninitialized adapters to a decoder on the meta device; call `freeze` when it is sharded."""
         for adapter in self.adapters:
