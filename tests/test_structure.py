@@ -30,6 +30,7 @@ LAYERS = [
     {"cli", "__main__", "scripts", "demo.__main__"},
 ]
 PRIVATE_TORCH_NAMES = {
+    ("torch._C._accelerator_setAllocatorSettings", "training/setup.py"),
     ("torch._assert_async", "loss/chunked.py"),
     ("torch._dynamo.config.recompile_limit", "models/execution.py"),
     ("torch._dynamo.config.specialize_float", "models/attention.py"),
@@ -120,7 +121,7 @@ def private_torch_names(path: Path) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    names = {name for name in names if re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*", name)}
+    names = {name for name in names if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", name)}
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 

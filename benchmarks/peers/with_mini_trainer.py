@@ -7,6 +7,7 @@ data; the rows are written in the order that its shuffle turns into the order of
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -42,7 +43,8 @@ def arm(job: Job) -> dict[str, Any]:
         "--use-liger-kernels",
         *(f"--{key}={value}" for key, value in settings.items()),
     ]
-    process = subprocess.Popen(command, stdout=sys.stderr)
+    # Without a network it would wait for the hub.
+    process = subprocess.Popen(command, stdout=sys.stderr, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     start_s = None
     while process.poll() is None:
         if start_s is None and metrics.exists() and metrics.stat().st_size:

@@ -1,7 +1,7 @@
 """Transformers as its users train: fp32 weights under bf16 autocast (or bf16 weights), fused AdamW, Liger on a GPU.
 
 Packed documents are padding-free: one row, with position_ids and cu_seq_lens of Transformers' own collator, and
-FlashAttention 2. LoRA is PEFT's, on bf16 weights, and compiled. On a CPU it is plain eager Transformers.
+FlashAttention 2. LoRA is PEFT's, on bf16 weights, and its blocks are compiled. On a CPU it is plain eager Transformers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def add_adapter(model: Any, job: Job, is_compiled: bool) -> Any:
     model.enable_input_require_grads()
     model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     if is_compiled:
-        model.compile()
+        # Compiled as a whole, with Liger's loss in it, it fails with an illegal memory access.
+        for block in model.get_base_model().model.layers:
+            block.compile()
     return model
 
 

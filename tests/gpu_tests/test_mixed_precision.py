@@ -38,6 +38,7 @@ from torchstone.data.collate import MicroBatch, collate
 from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.training.run import Callback, Run
+from torchstone.training.step import compute_gradients, optimizer_step
 
 Settings = Callable[..., dict[str, Any]]
 CUDA = torch.device("cuda")
@@ -83,17 +84,15 @@ class TestMixedPrecisionDtypes:
             assert isinstance(model.module, FSDPModule)
             optimizer = make_optimizer(runner)
 
-            def note_gradients(*_: Any) -> None:
-                gradients.update({name: p.grad.dtype for name, p in parameters.items()})
-                assert all(bool(p.grad.full_tensor().isfinite().all()) for p in parameters.values())
-
-            optimizer.register_step_pre_hook(note_gradients)
             for block in model.module.layers.values():
                 assert isinstance(block, FSDPModule)
                 block.register_forward_hook(lambda *args: activations.append(args[-1].dtype))
             for step in (1, 2, 3):
                 batch = step_batch(random_batches(step, count=4))
-                train_step(runner, optimizer, batch, step, LEARNING_RATE, 1.0)
+                result = compute_gradients(runner, batch, step)
+                gradients.update({name: p.grad.dtype for name, p in parameters.items()})
+                assert all(bool(p.grad.full_tensor().isfinite().all()) for p in parameters.values())
+                optimizer_step(runner, optimizer, result, step, LEARNING_RATE, 1.0)
             expected = dict.fromkeys(parameters, torch.float32)
             assert {name: p.dtype for name, p in parameters.items()} == expected
             assert gradients == expected

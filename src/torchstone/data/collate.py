@@ -86,7 +86,8 @@ class MicroBatch(NamedTuple):
         return self[:4]
 
     def to(self, device: torch.device) -> MicroBatch:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        # Towards the CPU, a copy that is not waited for could be read before it is there.
+        return self._map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
     def pin_memory(self) -> MicroBatch:
         """A copy in memory that a GPU can read while the host goes on."""
