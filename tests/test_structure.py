@@ -121,7 +121,7 @@ def private_torch_names(path: Path) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    names = {name for name in names if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", name)}
+    names = {name for name in names if re.fullmatch(r"torch(\.\w+)*\._([a-z]\w*|C)(\.\w+)*", name)}
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
