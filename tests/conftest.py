@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tiny import make_llama, write_rows
-from torchstone import cli
+from torchstone import api, cli
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import tokenizer_folder
 from torchstone.demo.corpus import chat_rows, corpus_rows
@@ -76,6 +76,27 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "chat.jsonl", chat_rows(30))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What runs keep for others is not left in the user's cache."""
+    os.environ.setdefault("TORCHSTONE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def base_run(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, text_file: Path) -> Path:
+    """The checkpoint of a small model, to be tuned."""
+    root = tmp_path_factory.mktemp("base")
+    values = {
+        "model.depth": 2, "model.width": 32, "model.heads": 4, "model.tokenizer": str(tokenizer_dir),
+        "data.path": str(text_file), "data.context_length": 32, "data.cache_dir": str(root / "datasets"),
+        "training.max_steps": 2, "training.global_batch_size": 4, "observe.console": "quiet", "system.device": "cpu",
+        "output_dir": str(root / "run"),
+    }  # fmt: skip
+    checkpoint = api.train(overrides=values).checkpoint
+    assert checkpoint is not None
+    return checkpoint
 
 
 @pytest.fixture

@@ -132,11 +132,19 @@ class Reference:
             loss = losses.sum() / count
             loss.backward()
             total += loss.item()
+        self.before_clipping()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer.step()
+        self.after_update()
         self.steps_done += 1
         return StepValues(total, norm.item(), gradients)
+
+    def before_clipping(self) -> None:
+        """For a reference that changes gradients."""
+
+    def after_update(self) -> None:
+        """For a reference that changes weights."""
 
     def weights(self) -> dict[str, Tensor]:
         """Those that are trained."""

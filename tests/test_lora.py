@@ -14,11 +14,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import parity
 from exact_runs import StopAt, assert_same_run
-from layouts import CPU, Shard
+from layouts import CPU
 from sides import MAX_NORM, WEIGHT_DECAY, collated
 from steps import train_step
 from tiny_families import make_model
@@ -42,13 +42,13 @@ from torchstone.observe.metrics import read_metrics
 from torchstone.observe.mfu import flops_per_token
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import ShardedModelBuilder, build_runner
-from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training.run import Callback, Run
 from torchstone.tuning.lora import LoraLinear
-from torchstone.tuning.plan import TuningPlan
+from torchstone.tuning.plan import LoraPlan
+from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
 
 Settings = Callable[..., dict[str, Any]]
 # With what PEFT stores in another way: phi3 and gpt2 have one linear for q, k and v, gpt2's are transposed.
@@ -82,7 +82,7 @@ def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
 def load_ours(folder: Path, adapter: Path, **options: Any) -> Model:
     """The model with PEFT's adapter, which is trained."""
     tensors = open_peft_adapter(folder, adapter)
-    plan = TuningPlan((tensors.adapter,), "default", frozenset(tensors.saved), tensors)
+    plan = LoraPlan(frozenset(tensors.saved), tensors, "base", "", (tensors.adapter,), "default")
     return load_model(folder, CPU, tuning=plan, **options)
 
 
@@ -173,15 +173,6 @@ class LoraSide:
         return f"base_model.model.{module}.{kind}.default.weight"
 
 
-def make_fallback(folder: Path) -> Path:
-    """A model that the native decoder does not know."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt_neox", vocab_size=448, max_position_embeddings=64, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @pytest.mark.parametrize("family", [*UNFUSED, "fallback"])
 def test_twenty_steps_equal_those_of_peft(family: str, variant: str, tmp_path: Path) -> None:
@@ -198,13 +189,6 @@ def test_twenty_steps_equal_those_of_peft(family: str, variant: str, tmp_path: P
     assert len(ours.optimizer.state) == len(ours.weights()), "only what is trained has moments"
 
 
-LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    2: [{"dp_replicate": 2}, {"zero": 3}, {"tp": 2, "sequence": False}, {"tp": 2}, {"pp": 2}],
-    4: [{"tp": 4}],
-    8: [{"tp": 2, "pp": 2}],
-}
-
-
 def gradients_of_rank(layouts: list[dict[str, Any]], folder: str, adapter: str, steps: Any) -> list[dict[str, Any]]:
     results = []
     for parallel in layouts:
@@ -213,84 +197,20 @@ def gradients_of_rank(layouts: list[dict[str, Any]], folder: str, adapter: str, 
             builder = ShardedModelBuilder(ctx, config, "fp32", CPU)
             model = load_ours(Path(folder), Path(adapter), execution=ExecutionOptions(tp=ctx.dims.tp), builder=builder)
             runner = build_runner(model, builder, packed=True)
-            results.append(run_steps(runner, steps, ctx.dp_rank, ctx.dims.dp, 96))
+            results.append(run_steps(runner, steps))
     return results
-
-
-def run_steps(runner: Runner, steps: list[parity.MicroBatches], rank: int, dp: int, length: int) -> dict[str, Any]:
-    """Losses, norms, this rank's shards of the gradients of all steps and of the weights after them."""
-    model = runner.model
-    optim = OptimConfig(learning_rate=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=WEIGHT_DECAY)
-    optimizer = build_optimizer(model.trained_parameters(), optim, model.parameter_kinds())
-    gradients: list[Shard] = []
-
-    def shards(tensors: dict[str, Tensor]) -> list[Shard]:
-        config = model.decoder_config
-        return [(s.name, s.offset, s.tensor.clone()) for n, t in tensors.items() for s in local_shards(config, n, t)]
-
-    optimizer.register_step_pre_hook(
-        lambda *_: gradients.extend(shards({n: p.grad for n, p in model.trained_parameters()}))
-    )
-    values = []
-    for number, batches in enumerate(steps):
-        own = batches[rank::dp] + [[]] * (-(-len(batches) // dp) - len(batches[rank::dp]))
-        count = sum(label != -100 for batch in batches for _, labels in batch for label in labels[1:])
-        batch = StepBatch(collated(own, True, length), 0, 0, loss_tokens=count, padding=0, first_sample=0)
-        result = train_step(runner, optimizer, batch, number + 1, 3e-3, MAX_NORM)
-        values += [result.loss, result.grad_norm]
-    weights = shards({n: p.detach() for n, p in model.trained_parameters()})
-    return {"values": values, "gradients": gradients, "weights": weights}
 
 
 @pytest.mark.parametrize("processes", LAYOUTS)
 def test_every_layout_computes_the_same(processes: int, tmp_path: Path) -> None:
-    """Gradients of each step on every rank, replicated ones too, losses, norms and weights."""
     folder = make_model(tmp_path / "llama", "llama", "tied", num_hidden_layers=4)
     load_peft(folder, use_dora=processes == 2).save_pretrained(tmp_path / "adapter")
     steps = parity.random_batches(2, 40, seed=0)
-    model = load_ours(folder, tmp_path / "adapter")
-    expected = run_steps(Runner(model, CPU, True), steps, 0, 1, 96)
-    count = len(list(model.trained_parameters()))
-    whole = [{name: tensor for name, _, tensor in expected["gradients"][start : start + count]} for start in (0, count)]
-    weights = {name: tensor for name, _, tensor in expected["weights"]}
+    expected = run_steps(Runner(load_ours(folder, tmp_path / "adapter"), CPU, True), steps)
     ranks = launch_procs(
         gradients_of_rank, processes, LAYOUTS[processes], str(folder), str(tmp_path / "adapter"), steps, timeout=300
     )
-    for number, layout in enumerate(LAYOUTS[processes]):
-        seen = set()
-        for results in ranks:
-            result = results[number]
-            torch.testing.assert_close(result["values"], expected["values"], rtol=2e-6, atol=0)
-            half = len(result["gradients"]) // 2
-            for index, (name, offset, shard) in enumerate(result["gradients"]):
-                assert_shard(whole[index >= half][name], name, offset, shard, layout, 1e-5)
-                seen.add(name)
-            for name, offset, shard in result["weights"]:
-                assert_shard(weights[name], name, offset, shard, layout, 1e-5)
-        assert seen == weights.keys()
-
-
-def assert_shard(
-    whole: Tensor, name: str, offset: tuple[int, ...], shard: Tensor, layout: dict[str, Any], limit: float
-) -> None:
-    if shard.numel():
-        expected = whole[tuple(slice(at, at + size) for at, size in zip(offset, shard.shape, strict=True))]
-        assert (shard - expected).norm() <= limit * whole.norm(), (layout, name)
-
-
-@pytest.fixture(scope="module")
-def base_run(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, text_file: Path) -> Path:
-    """The checkpoint of a small model, which Transformers loads."""
-    root = tmp_path_factory.mktemp("base")
-    values = {
-        "model.depth": 2, "model.width": 32, "model.heads": 4, "model.tokenizer": str(tokenizer_dir),
-        "data.path": str(text_file), "data.context_length": 32, "data.cache_dir": str(root / "datasets"),
-        "training.max_steps": 2, "training.global_batch_size": 4, "observe.console": "quiet", "system.device": "cpu",
-        "output_dir": str(root / "run"),
-    }  # fmt: skip
-    checkpoint = api.train(overrides=values).checkpoint
-    assert checkpoint is not None
-    return checkpoint
+    assert_same_steps(ranks, expected, LAYOUTS[processes])
 
 
 @pytest.fixture
@@ -473,10 +393,10 @@ class TestRuns:
         ({"tuning.method": "full"}, "tuning.lora_rank is for LoRA"),
         ({"model.tokenizer": "larger"}, "and with adapters they cannot be resized"),
         ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
-        ({"model.fused": ["qkv"]}, "model.fused does not work with LoRA"),
-        ({"optim.name": "muon"}, "optim.name muon does not work with LoRA"),
-        ({"training.precision": "fp8"}, "training.precision fp8 does not work with LoRA yet"),
-        ({"model.path": None, "model.depth": 2}, "tuning.method lora adapts an existing model"),
+        ({"model.fused": ["qkv"]}, "model.fused does not work with tuning.method lora"),
+        ({"optim.name": "muon"}, "optim.name muon does not work with tuning.method lora"),
+        ({"training.precision": "fp8"}, "training.precision fp8 does not work with tuning.method lora yet"),
+        ({"model.path": None, "model.depth": 2}, "tuning.method lora tunes an existing model"),
     ],
 )
 def test_what_is_refused(
@@ -525,5 +445,5 @@ def test_a_base_on_the_hub_has_a_name_and_a_revision(base_run: Path, tmp_path: P
 def test_frozen_parameters_count_less_in_the_mfu(base_run: Path) -> None:
     config = load_model(base_run, CPU).decoder_config
     assert config is not None
-    full, frozen = (flops_per_token(config, 0.0, is_frozen) for is_frozen in (False, True))
+    full, frozen = (flops_per_token(config, 0.0, trained_share) for trained_share in (1.0, 0.0))
     assert frozen == full * 4 / 6

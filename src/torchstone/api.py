@@ -697,8 +697,8 @@ def _trained_text(model: Model, precision: str) -> str:
     kinds = ", ".join(f"{kind} {_millions(count)}" for kind, count in counts.items())
     frozen = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
     return (
-        f"{_millions(sum(counts.values()))} parameters in {PRECISION_TEXTS[precision]}: {kinds}; the model's "
-        f"{_millions(model.parameter_count)} are frozen, in {frozen}"
+        f"{_millions(sum(counts.values()))} parameters in {PRECISION_TEXTS[precision]}: {kinds}; of the model's "
+        f"{_millions(model.parameter_count)}, what is frozen is in {frozen}"
     )
 
 

@@ -115,12 +115,15 @@ def fingerprint(source: TensorSource, shapes: Shapes) -> str:
     return digest.hexdigest()
 
 
-def check_base(tensors: AdapterTensors, base: Path, base_fingerprint: str) -> None:
-    """Raises if an adapter of ours was trained on other weights than those of `base`. PEFT does not record them."""
-    if tensors.base_fingerprint not in (None, base_fingerprint):
+def check_base(expected: str | None, actual: str, folder: Path, base: Path) -> None:
+    """Raises if what `folder` has was trained on other weights than those in `base`, by their fingerprints.
+
+    PEFT does not record one.
+    """
+    if expected not in (None, actual):
         raise CheckpointError(
-            f"the adapter was trained on other weights than those in {base}: its base model was {tensors.base}",
-            "has the folder been overwritten? An adapter works with the weights it was trained on, and no others",
+            f"{folder} was trained on other weights than those in {base}",
+            "has the base model been overwritten? What was trained works with these weights, and no others",
         )
 
 

@@ -39,6 +39,7 @@ from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
 from torchstone.tuning.lora import MergedTensors
+from torchstone.tuning.osft import MergedOsft
 
 CPU = torch.device("cpu")
 # Relative to the largest logit, or to 1 if all are smaller.
@@ -192,7 +193,7 @@ def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> dict[str, fl
     if (folder / GENERATION_CONFIG).is_file():
         read_json(folder / GENERATION_CONFIG)  # Transformers could not load a damaged one.
         (target / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
-    return weights.errors if isinstance(weights, MergedTensors) else {}
+    return weights.errors if isinstance(weights, MergedTensors | MergedOsft) else {}
 
 
 def resolve_dtype(folder: Path, requested: str) -> tuple[torch.dtype, str]:

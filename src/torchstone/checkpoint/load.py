@@ -12,6 +12,7 @@ import torch
 from torchstone import atomic, hub
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.adapter_folder import CONFIG_FILE, base_name, is_adapter_folder, read_adapter_config
+from torchstone.checkpoint.osft_folder import is_osft_folder, read_osft_config
 from torchstone.checkpoint.save import OPTIMIZER_FILE, RNG_FILE, STATE_FILE, best_step
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, ShardedFiles, shard_file, shard_files
 from torchstone.checkpoint.tensor_files import name_damaged_file, open_tensor_file
@@ -67,7 +68,7 @@ def find_resume_checkpoint(
 
 def is_model_folder(folder: Path) -> bool:
     """Whether it is a Hugging Face folder, an adapter or a checkpoint. A run has a config.json of a different kind."""
-    is_model = (folder / "config.json").is_file() or is_adapter_folder(folder)
+    is_model = (folder / "config.json").is_file() or is_adapter_folder(folder) or is_osft_folder(folder)
     return is_model and not (folder / CHECKPOINTS).is_dir()
 
 
@@ -106,8 +107,15 @@ def resolve_model_folder(
     raise UsageError(f"{folder} is neither a Hugging Face folder nor a run with a checkpoint")
 
 
+def is_tuned_folder(folder: Path) -> bool:
+    """Whether a folder has only what was trained of a model: an adapter, or a checkpoint of OSFT."""
+    return is_adapter_folder(folder) or is_osft_folder(folder)
+
+
 def base_folder(folder: Path) -> Path:
-    """The folder of the model that an adapter adapts; `folder` itself if it is not an adapter."""
+    """The folder of the model that was tuned; `folder` itself if it has a whole model."""
+    if is_osft_folder(folder):
+        return base_folder(resolve_model_folder(read_osft_config(folder).base_model_name_or_path))
     if not is_adapter_folder(folder):
         return folder
     if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
@@ -118,7 +126,7 @@ def base_folder(folder: Path) -> Path:
     if not name:
         raise UsageError(f"{folder / CONFIG_FILE}: base_model_name_or_path is not set", "name the model there")
     base = resolve_model_folder(name)
-    if is_adapter_folder(base):
+    if is_tuned_folder(base):
         raise UsageError(f"{folder / CONFIG_FILE}: the base model {name} is an adapter itself")
     return base
 

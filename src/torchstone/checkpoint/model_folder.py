@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.adapter_folder import check_base, fingerprint, is_adapter_folder, open_adapter
-from torchstone.checkpoint.load import base_folder, files_folder
+from torchstone.checkpoint.load import base_folder, files_folder, resolve_model_folder
+from torchstone.checkpoint.osft_folder import is_osft_folder, open_osft, read_osft_config
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import read_shapes
 from torchstone.checkpoint.transformers_folder import (
@@ -59,7 +60,8 @@ from torchstone.models.model import (
 from torchstone.models.tensors import TensorSource
 from torchstone.parallel.build import ModelBuilder, fill_parameters
 from torchstone.parallel.local_shards import local_shards
-from torchstone.tuning.lora import MergedTensors, add_adapter
+from torchstone.tuning.lora import MergedTensors, is_adapter_parameter
+from torchstone.tuning.osft import MergedOsft
 from torchstone.tuning.plan import TuningPlan
 
 # Keys of older files that are still read, and keys that tools leave behind.
@@ -144,11 +146,20 @@ def _merge_into_fallback(
 ) -> dict[str, float]:
     """Returns what rounding has lost, by name (`rounding_error`)."""
     info = read_base_model_info(base, replace(execution, implementation="fallback"))
-    tensors = open_adapter(folder, info.names, info.shapes)
-    check_base(tensors, base, info.fingerprint)
     parameters = dict(module.named_parameters())
-    source = MergedTensors(InMemoryTensors(parameters), tensors, [tensors.adapter], info.shapes)
-    for name in [*(f"{linear}.weight" for linear in tensors.adapter.linears), *tensors.saved]:
+    values = InMemoryTensors(parameters)
+    source: MergedTensors | MergedOsft
+    if is_osft_folder(folder):
+        osft, tensors = read_osft_config(folder), open_osft(folder)
+        check_base(osft.base_fingerprint, info.fingerprint, folder, base)
+        source, linears = MergedOsft(values, tensors, osft.ranks, info.shapes), list(osft.ranks)
+        saved = [name for name in tensors.names if not is_adapter_parameter(name)]
+    else:
+        adapter = open_adapter(folder, info.names, info.shapes)
+        check_base(adapter.base_fingerprint, info.fingerprint, folder, base)
+        source, linears = MergedTensors(values, adapter, [adapter.adapter], info.shapes), list(adapter.adapter.linears)
+        saved = list(adapter.saved)
+    for name in [*(f"{linear}.weight" for linear in linears), *saved]:
         source.read_into(name, parameters[name], (0,) * parameters[name].dim())
     return source.errors
 
@@ -157,13 +168,12 @@ def _merge_into_fallback(
 def _add_adapters(module: FallbackModule, tuning: TuningPlan, dtype: torch.dtype) -> None:
     """Adds the adapters of `tuning` to a loaded model. What is trained has `dtype`."""
     base = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    for adapter in tuning.adapters:
-        add_adapter(module, adapter)
+    tuning.add_to(module)
     source = tuning.tensors(InMemoryTensors(base), {name: tuple(tensor.shape) for name, tensor in base.items()})
     for name, parameter in module.named_parameters():
-        if tuning.is_trained(name):
+        if tuning.is_saved(name):
             parameter.data = parameter.data.to(dtype)
-        if tuning.is_trained(name) or name not in base:
+        if tuning.is_saved(name) or name not in base:
             source.read_into(name, parameter.data, (0,) * parameter.dim())
     tuning.freeze(module)
 
@@ -235,6 +245,7 @@ class BaseModelInfo:
     linears: list[str]
     is_tied: bool
     fingerprint: str
+    source: TensorSource
 
 
 def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> BaseModelInfo:
@@ -243,8 +254,9 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
         hf_config, _, config = read_model_config(folder)
         shapes = decoder_shapes(config)
         linears = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
-        values = fingerprint(open_weights(folder, hf_config["model_type"], config), shapes)
-        return BaseModelInfo(WEIGHT_NAMES[hf_config["model_type"]], shapes, linears, config.tied, values)
+        source: TensorSource = open_weights(folder, hf_config["model_type"], config)
+        values = fingerprint(source, shapes)
+        return BaseModelInfo(WEIGHT_NAMES[hf_config["model_type"]], shapes, linears, config.tied, values, source)
     hf = empty_fallback(folder, execution.trust_remote_code)
     head = hf.get_output_embeddings()
     linears = [f"hf.{name}.weight" for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head]
@@ -252,14 +264,23 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
     stored = {name: file.tensors[name] for name, file in open_tensors(folder).items()}
     values = fingerprint(InMemoryTensors(stored), {name: tuple(tensor.shape) for name, tensor in stored.items()})
     is_tied = head is not None and head.weight is hf.get_input_embeddings().weight
-    return BaseModelInfo(FALLBACK_NAMES, shapes, linears, is_tied, values)
+    source = InMemoryTensors({f"hf.{name}": tensor for name, tensor in stored.items()})
+    return BaseModelInfo(FALLBACK_NAMES, shapes, linears, is_tied, values, source)
 
 
-def open_weights(folder: Path, model_type: str, config: DecoderConfig) -> WeightFiles | ShardedFiles | MergedTensors:
+def open_weights(
+    folder: Path, model_type: str, config: DecoderConfig
+) -> WeightFiles | ShardedFiles | MergedTensors | MergedOsft:
     """A folder's weights, checked by name and shape. A checkpoint of several ranks has sharded files.
 
-    Those of an adapter are the weights of its base model with the adapter merged.
+    Those of an adapter, or of a checkpoint of OSFT, are the weights of the base model with the updates merged.
     """
+    if is_osft_folder(folder):
+        osft, shapes = read_osft_config(folder), decoder_shapes(config)
+        base = resolve_model_folder(osft.base_model_name_or_path)
+        files = open_weights(base, model_type, config)
+        check_base(osft.base_fingerprint, fingerprint(files, shapes), folder, base)
+        return MergedOsft(files, open_osft(folder), osft.ranks, shapes)
     if is_adapter_folder(folder):
         return _open_merged(folder, model_type, config)
     paths = shard_files(folder, WEIGHTS)
@@ -278,7 +299,7 @@ def _open_merged(folder: Path, model_type: str, config: DecoderConfig) -> Merged
     names, shapes = WEIGHT_NAMES[model_type], decoder_shapes(config)
     tensors, base = open_adapter(folder, names, shapes), base_folder(folder)
     files = open_weights(base, model_type, config)
-    check_base(tensors, base, fingerprint(files, shapes))
+    check_base(tensors.base_fingerprint, fingerprint(files, shapes), folder, base)
     return MergedTensors(files, tensors, [tensors.adapter], shapes)
 
 

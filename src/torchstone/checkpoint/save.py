@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchstone.checkpoint import manifest
 from torchstone.checkpoint.adapter_folder import AdapterTensors, write_adapter, write_adapter_config
+from torchstone.checkpoint.osft_folder import OsftConfig, write_osft_config
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, WEIGHTS, shard_file, write_shards
 from torchstone.checkpoint.tensor_files import write_tensors
 from torchstone.checkpoint.transformers_folder import full_state_dict, save_fallback
@@ -34,7 +35,7 @@ from torchstone.observe.console import Console
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 from torchstone.tuning.lora import is_adapter_parameter, split_parameter_name
-from torchstone.tuning.plan import TuningPlan
+from torchstone.tuning.plan import LoraPlan, OsftPlan
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RNG_FILE = "random.safetensors"
@@ -66,46 +67,65 @@ def save_checkpoint(
 
 def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS) -> None:
     """Writes config.json, the weights and generation_config.json. All ranks must call it; each writes its shards."""
-    if isinstance(model, FallbackModel) and model.tuning is not None:
-        tensors = {name: _full_tensor(parameter) for name, parameter in model.trained_parameters()}
-        if ctx.is_main:
-            model.module.hf.config.save_pretrained(folder)
-            save_adapter(tensors, model.tuning, FALLBACK_NAMES, False, folder)
-        return
+    tuning = model.tuning
+    has_shards = isinstance(tuning, OsftPlan) or (isinstance(model, NativeModel) and ctx.world_size > 1)
+    if has_shards:
+        write_shards(shard_file(folder, WEIGHTS, ctx.rank), _own_shards(model))
     if isinstance(model, FallbackModel):
-        with nullcontext() if model.master_weights is None else model.master_weights.installed():
-            save_fallback(model.module, model.generation_config, folder, ctx.rank)
+        _save_fallback(model, folder, ctx)
         return
     assert isinstance(model, NativeModel)
-    config = model.decoder_config
-    if ctx.world_size > 1:
-        # All of them, unless adapters are trained.
-        shards = [
-            shard
-            for name, parameter in model.trained_parameters()
-            if is_owner(config, name, parameter)
-            for shard in local_shards(config, name, parameter.detach())
-        ]
-        write_shards(shard_file(folder, WEIGHTS, ctx.rank), shards)
     if not ctx.is_main:
         return
     names = WEIGHT_NAMES[model.hf_config["model_type"]]
     write_hf_config(model.hf_config, model.family, model.dtype, folder)
-    if model.tuning is not None and ctx.world_size == 1:
-        trained = {name: parameter.detach() for name, parameter in model.trained_parameters()}
-        save_adapter(trained, model.tuning, names, config.tied, folder)
-    elif model.tuning is not None:
-        tuning = model.tuning
+    if isinstance(tuning, OsftPlan):
+        save_osft_config(tuning, folder)
+    elif isinstance(tuning, LoraPlan) and has_shards:
         write_adapter_config(folder, tuning.trained_adapter, names, tuning.trained_parameters, tuning.base)
-    elif ctx.world_size == 1:
+    elif isinstance(tuning, LoraPlan):
+        trained = {name: parameter.detach() for name, parameter in model.trained_parameters()}
+        save_adapter(trained, tuning, names, model.decoder_config.tied, folder)
+    elif not has_shards:
         save_weights(full_unfused_parameters(model), names, folder)
     if model.generation_config is not None:
         (folder / GENERATION_CONFIG).write_bytes(model.generation_config)
 
 
-def save_adapter(
-    trained: dict[str, Tensor], tuning: TuningPlan, names: WeightNames, is_tied: bool, folder: Path
-) -> None:
+def _save_fallback(model: FallbackModel, folder: Path, ctx: ParallelContext) -> None:
+    tuning = model.tuning
+    if tuning is None:
+        with nullcontext() if model.master_weights is None else model.master_weights.installed():
+            save_fallback(model.module, model.generation_config, folder, ctx.rank)
+        return
+    tensors = {}
+    if isinstance(tuning, LoraPlan):
+        tensors = {name: _full_tensor(parameter) for name, parameter in model.trained_parameters()}
+    if ctx.is_main:
+        model.module.hf.config.save_pretrained(folder)
+        if isinstance(tuning, OsftPlan):
+            save_osft_config(tuning, folder)
+        elif isinstance(tuning, LoraPlan):
+            save_adapter(tensors, tuning, FALLBACK_NAMES, False, folder)
+
+
+def _own_shards(model: Model) -> list[TensorShard]:
+    """What this rank owns of the parameters that checkpoints have."""
+    config, tuning = model.decoder_config, model.tuning
+    return [
+        shard
+        for name, parameter in model.named_parameters()
+        if (tuning is None or tuning.is_saved(name)) and is_owner(config, name, parameter)
+        for shard in local_shards(config, name, parameter.detach())
+    ]
+
+
+def save_osft_config(tuning: OsftPlan, folder: Path) -> None:
+    ranks, ratio = dict(tuning.ranks), tuning.unfreeze_rank_ratio
+    write_osft_config(folder, OsftConfig(tuning.base, tuning.base_fingerprint, ratio, ranks))
+
+
+def save_adapter(trained: dict[str, Tensor], tuning: LoraPlan, names: WeightNames, is_tied: bool, folder: Path) -> None:
     """Writes the trained adapter for PEFT. `trained`: all trained tensors."""
     factors = {name: tensor for name, tensor in trained.items() if is_adapter_parameter(name)}
     saved = {name: tensor for name, tensor in trained.items() if name not in factors}

@@ -293,8 +293,9 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TuningConfig:
-    method: Literal["full", "lora"] = "full"
-    """What is trained: all parameters, or low-rank adapters of frozen linears (LoRA), saved in PEFT's format."""
+    method: Literal["full", "lora", "osft"] = "full"
+    """What is trained: all parameters, low-rank adapters of frozen linears (LoRA), saved in PEFT's format, or what the
+    linears do least (OSFT)."""
 
     lora_rank: Size = 16
     """Rank of the adapters (PEFT's r)."""
@@ -323,6 +324,16 @@ class TuningConfig:
 
     adapter: PathText | None = None
     """PEFT adapter to continue: a folder, or a run. Rank, alpha, dropout and targets are its own."""
+
+    unfreeze_rank_ratio: Fraction = 0.25
+    """OSFT: share of the singular directions of every target that is trained, from the smallest singular value up: 0
+    trains nothing of it, 1 all of it."""
+
+    osft_targets: tuple[str, ...] = ("all-linear",)
+    """OSFT: linears of which a part is frozen, named as in lora_targets."""
+
+    osft_train_rest: bool = True
+    """OSFT: also train the parameters that are no target: embeddings, norms, biases and head."""
 
 
 @dataclass(frozen=True)
@@ -460,7 +471,7 @@ SECTION_HELP = {
     "data": "the data",
     "training": "length, batch sizes, precision, validation",
     "optim": "AdamW, Muon, learning-rate schedule, clipping",
-    "tuning": "what is trained: everything, or LoRA adapters",
+    "tuning": "what is trained: everything, LoRA adapters, or a part of the linears (OSFT)",
     "parallel": "parallelism",
     "checkpoint": "saving and resuming",
     "observe": "console output",
@@ -478,6 +489,7 @@ FINE_TUNING_DEFAULTS = {"optim.learning_rate": 2e-5, "optim.weight_decay": 0.0, 
 FINE_TUNING_BATCH_SIZE = 32
 # Adapters need about ten times the learning rate of full fine-tuning.
 LORA_LEARNING_RATE = 2e-4
+OSFT_KEYS = ("unfreeze_rank_ratio", "osft_targets", "osft_train_rest")
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_rslora", "lora_dora")
 # Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
 PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
@@ -608,6 +620,15 @@ def _lora_rule(name: str) -> Rule:
         lambda c: c.tuning.method != "lora" and getattr(c.tuning, name) != getattr(TuningConfig, name),
         f"tuning.{name} is for LoRA, but tuning.method is {{c.tuning.method}}",
         f"leave out tuning.{name}, or set --tuning.method lora",
+    )
+
+
+def _osft_rule(name: str) -> Rule:
+    return Rule(
+        f"tuning.{name}",
+        lambda c: c.tuning.method != "osft" and getattr(c.tuning, name) != getattr(TuningConfig, name),
+        f"tuning.{name} is for OSFT, but tuning.method is {{c.tuning.method}}",
+        f"leave out tuning.{name}, or set --tuning.method osft",
     )
 
 
@@ -767,29 +788,37 @@ RULES = [
     ),
     *(_lora_rule(name) for name in (*LORA_KEYS, "modules_to_save", "lora_plus_ratio", "adapter")),
     *(_adapter_rule(name) for name in (*LORA_KEYS, "modules_to_save")),
+    *(_osft_rule(name) for name in OSFT_KEYS),
     Rule(
         "tuning.method",
-        lambda c: c.tuning.method == "lora" and c.model.path is None,
-        "tuning.method lora adapts an existing model, but model.path is not set",
+        lambda c: c.tuning.method != "full" and c.model.path is None,
+        "tuning.method {c.tuning.method} tunes an existing model, but model.path is not set",
         "add --model.path FOLDER",
         only_for_training=True,
     ),
     Rule(
         "model.fused",
-        lambda c: c.tuning.method == "lora" and c.model.fused != ("auto",) and bool(c.model.fused),
-        "model.fused does not work with LoRA, whose adapters belong to single projections",
-        "leave out model.fused; products with the same input are computed together anyway",
+        lambda c: c.tuning.method != "full" and c.model.fused != ("auto",) and bool(c.model.fused),
+        "model.fused does not work with tuning.method {c.tuning.method}, which tunes single projections",
+        "leave out model.fused",
     ),
     Rule(
         "training.precision",
-        lambda c: c.tuning.method == "lora" and c.training.precision.startswith("fp8"),
-        "training.precision {c.training.precision} does not work with LoRA yet",
+        lambda c: c.tuning.method != "full" and c.training.precision.startswith("fp8"),
+        "training.precision {c.training.precision} does not work with tuning.method {c.tuning.method} yet",
         "use --training.precision bf16",
     ),
     Rule(
+        "training.precision",
+        lambda c: c.tuning.method == "osft" and c.training.precision == "bf16-pure",
+        "training.precision bf16-pure does not work with OSFT: in bf16 nothing stays orthogonal",
+        "use --training.precision bf16, which keeps frozen weights in bf16, too",
+    ),
+    Rule(
         "optim.name",
-        lambda c: c.tuning.method == "lora" and c.optim.name == "muon",
-        "optim.name muon does not work with LoRA: it orthogonalizes whole matrices, not their factors",
+        lambda c: c.tuning.method != "full" and c.optim.name == "muon",
+        "optim.name muon does not work with tuning.method {c.tuning.method}: it orthogonalizes whole matrices, not "
+        "their factors",
         "use --optim.name adamw",
     ),
     *(_sample_rule(name) for name in ("sample_prompts", "sample_tokens")),

@@ -4,7 +4,7 @@ The convention of PaLM, nanoGPT and torchtitan: a token needs 6 FLOPs per parame
 four backward) and 12 x heads x head_dim x length in the attention of each layer; the causal mask does not halve that.
 `length` is the real length of the token's document, not of its row, or the layer's window if that is shorter. Neither
 recomputation nor padding counts. Frozen parameters need no gradient: 4 FLOPs each. Their adapters, which are small
-beside them, do not count.
+beside them, do not count. With OSFT, a part of the parameters needs one.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def matmul_parameters(config: DecoderConfig) -> int:
     return parameter_count(config) - lookups
 
 
-def flops_per_token(config: DecoderConfig, mean_length: float, is_frozen: bool = False) -> float:
+def flops_per_token(config: DecoderConfig, mean_length: float, trained_share: float = 1.0) -> float:
     """FLOPs of a token, forward and backward, in documents of `mean_length` tokens (weighted by their tokens).
 
-    `is_frozen`: the parameters are, and adapters are trained.
+    `trained_share`: of the parameters.
     """
     lengths = [mean_length if layer.window is None else min(mean_length, layer.window) for layer in config.layers]
-    return (4 if is_frozen else 6) * matmul_parameters(config) + 12 * config.heads * config.head_dim * sum(lengths)
+    return (4 + 2 * trained_share) * matmul_parameters(config) + 12 * config.heads * config.head_dim * sum(lengths)

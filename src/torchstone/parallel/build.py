@@ -76,7 +76,7 @@ class ModelBuilder:
             # Every pipeline stage of this process has the same.
             self.notes += [] if note in self.notes else [note]
         if tuning is not None:
-            tuning.add_adapters(decoder, self.compute_dtype, execution.tp)
+            tuning.prepare_decoder(decoder, self.compute_dtype, execution.tp)
         return decoder
 
     def shard_fallback(self, module: FallbackModule) -> None:

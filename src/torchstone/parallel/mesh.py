@@ -229,6 +229,10 @@ def local_rank() -> int:
     return heartbeat.read_int_variable("LOCAL_RANK", 0)
 
 
+def local_world_size() -> int:
+    return heartbeat.read_int_variable("LOCAL_WORLD_SIZE", 1)
+
+
 def _init_process_group(world_size: int, device: torch.device, timeout: timedelta, join_timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank, store = 0, dist.HashStore()

@@ -25,6 +25,7 @@ from torchstone.parallel.fsdp import reduces_once_per_step, reshard, set_fsdp_sy
 from torchstone.parallel.local_shards import is_owner
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
 from torchstone.parallel.pipeline import Pipeline
+from torchstone.tuning.osft import SubspaceProjection
 
 
 def micro_batch_loss(
@@ -71,6 +72,8 @@ class Runner:
         self._reduces_once = reduces_once_per_step(self.parallel, ctx.dims.dp_shard)
         # The length that no document of the run exceeds, if it is known: one number for compiled code.
         self.longest_document = longest_document
+        # Of OSFT.
+        self.projection: SubspaceProjection | None = None
 
     @cached_property
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:

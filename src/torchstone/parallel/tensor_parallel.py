@@ -35,7 +35,8 @@ from torch.distributed.tensor.parallel import (
 
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Attention, Decoder, DecoderConfig
-from torchstone.tuning.lora import LORA_A, LORA_B, MAGNITUDE, LoraLinear
+from torchstone.tuning.lora import LoraLinear
+from torchstone.tuning.osft import OsftLinear
 
 HEADS_DIM, FEATURES_DIM, SEQUENCE_DIM = 1, -1, 1
 
@@ -65,7 +66,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, sequence_parallel:
     """Shards the decoder's parameters over the tp mesh, in place."""
     residual = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     # torch's styles would shard all parameters of a linear in the same way.
-    linears = [module for module in decoder.modules() if isinstance(module, LoraLinear)]
+    linears = [module for module in decoder.modules() if isinstance(module, LoraLinear | OsftLinear)]
     adapters = [linear.adapters for linear in linears]
     for linear in linears:
         del linear.adapters
@@ -125,18 +126,15 @@ def tp_plan(decoder: Decoder, tp: int, residual: Placement) -> dict[str, Paralle
     return {name: style for name, style in plan.items() if name in modules}
 
 
-def _shard_adapters(linear: LoraLinear, mesh: DeviceMesh) -> None:
+def _shard_adapters(linear: LoraLinear | OsftLinear, mesh: DeviceMesh) -> None:
     """The factor that has the sharded dimension of the weight is sharded like it. The other is replicated, and its
     gradient is a partial sum."""
     assert isinstance(linear.weight, DTensor)
-    placement = linear.weight.placements[0]
-    if placement.is_shard(0):
-        placements = {LORA_A: Replicate(), LORA_B: placement, MAGNITUDE: placement}
-    else:
-        placements = {LORA_A: placement, LORA_B: Replicate(), MAGNITUDE: Replicate()}
     for factors in linear.adapters.values():
         for kind, parameter in list(factors.named_parameters()):
-            factors.register_parameter(kind, nn.Parameter(distribute_tensor(parameter, mesh, [placements[kind]])))
+            dim, weight_dim = factors.sharded_dims[kind]
+            placement = Shard(dim) if linear.weight.placements[0].is_shard(weight_dim) else Replicate()
+            factors.register_parameter(kind, nn.Parameter(distribute_tensor(parameter, mesh, [placement])))
 
 
 def shards_kv_heads(config: DecoderConfig, tp: int) -> bool:

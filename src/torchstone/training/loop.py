@@ -30,7 +30,7 @@ from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.memory import describe_fit
 from torchstone.training.run import Callback, Run, TrainResult
 from torchstone.training.sample_text import generate_samples
-from torchstone.training.step import compute_gradients, optimizer_step, record_event, validation_loss
+from torchstone.training.step import compute_gradients, measure_osft, optimizer_step, record_event, validation_loss
 from torchstone.training.step_log import StartedStep, StepLog
 from torchstone.training.stop import handle_stop_signals
 
@@ -106,8 +106,9 @@ def _start_step(run: Run, batch: StepBatch) -> StartedStep:
     progress.samples += batch.samples
     progress.tokens += batch.tokens
     progress.loss_tokens += batch.loss_tokens
+    osft_error = measure_osft(run.runner, step)
     end, memory = record_event(run.device), memory_bytes(run.device)
-    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory, end)
+    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory, end, osft_error)
 
 
 def _log_startup(run: Run) -> None:

@@ -20,7 +20,7 @@ from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import list_checkpoints, read_json, write_json
 from torchstone.checkpoint.save import STATE_FILE
 from torchstone.config.load import to_dict
-from torchstone.config.schema import LORA_KEYS, Config
+from torchstone.config.schema import LORA_KEYS, OSFT_KEYS, Config
 from torchstone.data.loader import RunData
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.observe.console import Console
@@ -32,6 +32,8 @@ DATA_CHANGED = (
     "the samples are not the same (data files, tokenizer, chat template, loss mask, data.context_length, "
     "data.max_samples, data.text_packing or data.weights)"
 )
+# Settings of `tuning` that decide what is trained.
+TUNING_KEYS = {"full": (), "lora": (*LORA_KEYS, "modules_to_save"), "osft": OSFT_KEYS}
 
 
 @contextmanager
@@ -150,7 +152,7 @@ def run_identity(config: Config, data: RunData) -> dict[str, Any]:
 
 def config_identity(config: Config) -> dict[str, Any]:
     """What of that is known without the data."""
-    tuning = to_dict(config)["tuning"] if config.tuning.method != "full" else {}
+    tuning = to_dict(config)["tuning"]
     return {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
@@ -162,7 +164,7 @@ def config_identity(config: Config) -> dict[str, Any]:
         "data.context_length": config.data.context_length,
         "data.validation_split": config.data.validation_split,
         "tuning.method": config.tuning.method,
-    } | {f"tuning.{key}": tuning[key] for key in (*LORA_KEYS, "modules_to_save") if tuning}
+    } | {f"tuning.{key}": tuning[key] for key in TUNING_KEYS[config.tuning.method]}
 
 
 def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path) -> None:

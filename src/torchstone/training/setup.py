@@ -52,6 +52,7 @@ from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_n
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, is_distributed, local_rank
 from torchstone.parallel.projections import ShardedProjections
+from torchstone.parallel.runner import Runner
 from torchstone.training.checks import SMALLER_PRECISION, check_memory
 from torchstone.training.defaults import (
     choose_precision,
@@ -68,9 +69,9 @@ from torchstone.training.run_folder import check_identity, run_identity, warn_ab
 from torchstone.training.sample_text import choose_prompts
 from torchstone.training.schedule import check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
-from torchstone.training.tuning import plan_tuning
+from torchstone.training.tuning import build_projection, decompose, plan_tuning
 from torchstone.tuning.lora import LORA_B
-from torchstone.tuning.plan import TuningPlan
+from torchstone.tuning.plan import OsftPlan, TuningPlan
 
 # With one of these a user sets up torch's allocator.
 ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
@@ -106,10 +107,10 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     flops = run_flops(parameters, data, schedule, progress, ctx)
     execution = replace(execution, has_fixed_length=data.shapes.has_fixed_length, run_flops=flops)
     builder = model_builder(config, ctx, device)
-    model = _build_model(config, model_folder, builder, execution, tokenizer, console, tuning)
+    model = _build_model(config, model_folder, builder, execution, tokenizer, console, tuning, ctx)
     model.choices = {"training.precision": precision} | model.choices
     console.info("; ".join([*describe_choices(model.choices), *model.notes]))
-    runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
+    runner = _build_runner(config, model, builder, data)
     optimizer = _build_optimizer(config, model, ctx)
     if checkpoint is not None:
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
@@ -290,8 +291,8 @@ def check_state_memory(config: Config, parameters: int, device: torch.device, ct
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
     tensors = 4 if config.optim.name == "adamw" else 3
     needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
-    if config.tuning.method == "lora":
-        # What the adapters need is small.
+    if config.tuning.method != "full":
+        # At least: of LoRA, the adapters are small.
         needed = COMPUTE_DTYPE[config.training.precision].itemsize * parameters // shards
     check_memory(needed, parameters, device, smaller_state_hint(config))
 
@@ -311,7 +312,12 @@ def _build_model(
     tokenizer: Tokenizer,
     console: Console,
     tuning: TuningPlan | None,
+    ctx: ParallelContext,
 ) -> Model:
+    if isinstance(tuning, OsftPlan):
+        heartbeat.report_phase("computing singular vectors")
+        decompose(tuning, builder.device, ctx, console)
+        heartbeat.report_phase("loading the model")
     if model_folder is not None:
         model = _load_model(config, model_folder, builder, execution, tokenizer, console, tuning)
     else:
@@ -320,6 +326,13 @@ def _build_model(
         console.warn(warning)
     check_row_length(model, config)
     return model
+
+
+def _build_runner(config: Config, model: Model, builder: ModelBuilder, data: RunData) -> Runner:
+    runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
+    if isinstance(model.tuning, OsftPlan):
+        runner.projection = build_projection(model.tuning, model, builder.device, config.optim.weight_decay > 0)
+    return runner
 
 
 def _build_optimizer(config: Config, model: Model, ctx: ParallelContext) -> AdamW | Muon:

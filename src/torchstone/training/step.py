@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -84,6 +86,8 @@ def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult
             "check the labels with torchstone inspect-data, or use a larger training.global_batch_size",
         )
     loss_sum = runner.forward_backward(batch.micro_batches, batch.loss_tokens)
+    if runner.projection is not None:
+        runner.projection.project_gradients()
     gradients = {name: p.grad for name, p in runner.owned_parameters if p.grad is not None}
     norms = squared_norms(gradients.values())
     ctx = runner.ctx
@@ -125,9 +129,23 @@ def optimizer_step(
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
     loss_sum, squared_norm = result.sums[:2]
     squared_norm = torch.where(loss_sum.isfinite(), squared_norm, torch.nan)
-    with record_function(OPTIMIZER_RANGE):
-        optimizer.clip_and_step(clip_coefficient(squared_norm, max_grad_norm))
+    coefficient, projection = clip_coefficient(squared_norm, max_grad_norm), runner.projection
+    update = nullcontext() if projection is None else projection.projected_update(optimizer, coefficient)
+    with record_function(OPTIMIZER_RANGE), update:
+        optimizer.clip_and_step(coefficient)
     optimizer.zero_grad(set_to_none=True)
+
+
+def measure_osft(runner: Runner, step: int) -> Tensor | None:
+    """How far OSFT is from orthogonal, in one linear of each rank, another one in every step; the largest of all ranks.
+
+    On CUDA it is copied to the host, and known later."""
+    if runner.projection is None:
+        return None
+    error = runner.projection.measure(step).to(runner.device)
+    if runner.ctx.mesh is not None:
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+    return _copy_to_host(error)
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

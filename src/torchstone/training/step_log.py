@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchstone.data.loader import StepBatch
 from torchstone.observe.metrics import MetricsFile
@@ -34,6 +35,8 @@ class StartedStep:
     memory: int
     # On a GPU, after its update.
     end: torch.cuda.Event | None
+    # On the host when `end` has passed (`SubspaceProjection.measure`).
+    osft_error: Tensor | None = None
 
 
 class StepLog:
@@ -126,7 +129,7 @@ def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, A
         "step_s": seconds,
         "mfu": _mfu(run, batch, seconds),
         "memory": started.memory,
-    }
+    } | ({} if started.osft_error is None else {"osft_error": started.osft_error.item()})
 
 
 def _mfu(run: Run, batch: StepBatch, seconds: float) -> float | None:
@@ -134,5 +137,6 @@ def _mfu(run: Run, batch: StepBatch, seconds: float) -> float | None:
     config = run.model.decoder_config
     if run.peak_flops is None or config is None:
         return None
-    flops = batch.tokens * flops_per_token(config, batch.mean_length, run.model.tuning is not None)
+    share = 1.0 if run.model.tuning is None else run.model.tuning.trained_share
+    flops = batch.tokens * flops_per_token(config, batch.mean_length, share)
     return flops / (seconds * run.peak_flops * run.ctx.world_size)

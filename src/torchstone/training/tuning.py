@@ -1,20 +1,28 @@
-"""From the settings of `tuning` to a `TuningPlan`: which linears get adapters, and where their values come from."""
+"""From the settings of `tuning` to a `TuningPlan`: which linears are tuned, and where the values come from."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import torch
+
 from torchstone import hub
 from torchstone.checkpoint.adapter_folder import check_base, is_adapter_folder, open_adapter
-from torchstone.checkpoint.load import resolve_model_folder
-from torchstone.checkpoint.model_folder import BaseModelInfo, read_base_model_info
+from torchstone.checkpoint.load import is_tuned_folder, resolve_model_folder
+from torchstone.checkpoint.model_folder import BaseModelInfo, fallback_reason, read_base_model_info
+from torchstone.checkpoint.osft_folder import SingularVectors, open_osft, read_osft_config
 from torchstone.config.schema import Config, TuningConfig
 from torchstone.errors import UsageError
 from torchstone.models.decoder import EMBEDDING, HEAD
 from torchstone.models.execution import ExecutionOptions
-from torchstone.tuning.lora import LoraAdapter, LoraSpec
-from torchstone.tuning.plan import TuningPlan
+from torchstone.models.model import Model
+from torchstone.observe.console import Console
+from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.mesh import ParallelContext
+from torchstone.tuning.lora import LoraAdapter, LoraSpec, split_parameter_name
+from torchstone.tuning.osft import OSFT_Z, FrozenBasis, SubspaceProjection, frozen_basis, frozen_rank
+from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.targets import match_modules
 
 ADAPTER_NAME = "default"
@@ -22,9 +30,14 @@ ADAPTER_NAME = "default"
 
 def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> TuningPlan | None:
     """What a run trains; None for everything. `base`: the folder of model.path; `checkpoint`: what the run resumes."""
-    tuning = config.tuning
-    if tuning.method == "full":
+    if config.tuning.method == "full":
         return None
+    plan = _plan_lora if config.tuning.method == "lora" else _plan_osft
+    return plan(config, base, checkpoint, execution)
+
+
+def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> LoraPlan:
+    tuning = config.tuning
     if is_adapter_folder(base):
         raise UsageError(
             f"model.path {base} is an adapter itself",
@@ -39,28 +52,83 @@ def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: 
         adapter, saved = new_adapter(tuning, model), saved_parameters(tuning, model)
     else:
         tensors = open_adapter(continued, model.names, model.shapes, ADAPTER_NAME)
-        check_base(tensors, base, model.fingerprint)
+        check_base(tensors.base_fingerprint, model.fingerprint, continued, base)
         adapter, saved = tensors.adapter, frozenset(tensors.saved)
-    if model.is_tied and saved & {EMBEDDING, HEAD}:
-        # One parameter, or two with the same values at both ends of a pipeline.
-        saved |= {EMBEDDING, HEAD}
-    assert config.model.path is not None
-    name = config.model.path if hub.parse_model(config.model.path) else str(base.resolve())
-    return TuningPlan((adapter,), ADAPTER_NAME, saved, tensors, config.training.seed, name, model.fingerprint)
+    saved, seed = with_tied_head(saved, model), config.training.seed
+    return LoraPlan(saved, tensors, _base_name(config, base), model.fingerprint, (adapter,), ADAPTER_NAME, seed)
+
+
+def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> OsftPlan:
+    tuning, ratio = config.tuning, config.tuning.unfreeze_rank_ratio
+    if is_tuned_folder(base) and fallback_reason(base, execution) is not None:
+        raise UsageError(
+            f"model.path {base} has only what was trained of a model", "merge it first with torchstone export"
+        )
+    model = read_base_model_info(base, execution)
+    targets = tuned_linears("tuning.osft_targets", tuning.osft_targets, model)
+    ranks = {name: min(shape) - frozen_rank(shape, ratio) for name, shape in _weight_shapes(targets, model).items()}
+    whole = {f"{name}.weight" for name, rank in ranks.items() if rank == min(model.shapes[f"{name}.weight"])}
+    rest = set(model.shapes) - {f"{name}.weight" for name in targets} if tuning.osft_train_rest else set()
+    trained = with_tied_head(frozenset(whole | rest), model)
+    ranks = {name: rank for name, rank in ranks.items() if rank and f"{name}.weight" not in whole}
+    if not ranks and not trained:
+        raise UsageError(
+            f"tuning.unfreeze_rank_ratio {ratio:g} trains nothing of the targets, and nothing else is trained",
+            "use a larger --tuning.unfreeze_rank_ratio, or --tuning.osft_train_rest true",
+        )
+    if checkpoint is not None:
+        check_base(read_osft_config(checkpoint).base_fingerprint, model.fingerprint, checkpoint, base)
+    values = None if checkpoint is None else open_osft(checkpoint)
+    vectors = SingularVectors(model.source, model.shapes, model.fingerprint)
+    return OsftPlan(trained, values, _base_name(config, base), model.fingerprint, ranks, ratio, vectors)
+
+
+def decompose(plan: OsftPlan, device: torch.device, ctx: ParallelContext, console: Console) -> None:
+    """Computes the singular vectors of the targets that no earlier run has computed."""
+    assert isinstance(plan.vectors, SingularVectors)
+    computed = plan.vectors.compute(list(plan.ranks), device, ctx)
+    source = f"{computed} computed" if computed else "all from the cache"
+    console.info(f"singular vectors of {len(plan.ranks)} linears: {source}, in {plan.vectors.folder}")
+
+
+@torch.no_grad()
+def build_projection(plan: OsftPlan, model: Model, device: torch.device, has_decay: bool) -> SubspaceProjection:
+    """The frozen directions of every Z of this rank. `has_decay`: weights decay."""
+    assert isinstance(plan.vectors, SingularVectors)
+    bases = []
+    for name, parameter in model.trained_parameters():
+        if not name.endswith(f".{OSFT_Z}"):
+            continue
+        linear = split_parameter_name(name)[0]
+        weight, vectors = plan.vectors.read_weight(linear, device), plan.vectors.read(linear).to(device)
+        shards = local_shards(model.decoder_config, name, parameter.detach())
+        rows = slice(0, 0)
+        if shards:
+            (shard,) = shards
+            rows = slice(shard.offset[0], shard.offset[0] + len(shard.tensor))
+        rank = plan.ranks[linear]
+        basis, initial = frozen_basis(weight, vectors, len(vectors) - rank)[rows].clone(), None
+        if has_decay:
+            tall = weight if weight.shape[0] >= weight.shape[1] else weight.t()
+            initial = (tall.double() @ vectors[:, -rank:].double()).float()[rows].clone()
+        bases.append(FrozenBasis(parameter, basis, initial))
+    return SubspaceProjection(bases)
 
 
 def new_adapter(tuning: TuningConfig, model: BaseModelInfo) -> LoraAdapter:
     """An adapter for the linears that tuning.lora_targets selects."""
-    stored = {name.removesuffix(".weight"): spec for name, spec in model.names.stored_tensors(model.linears).items()}
     rank = tuning.lora_rank
     alpha = 2 * rank if tuning.lora_alpha is None else tuning.lora_alpha
     spec = LoraSpec(rank, alpha / (math.sqrt(rank) if tuning.lora_rslora else rank))
-    linears = {
-        name.removesuffix(".weight"): spec
-        for module in match_modules("tuning.lora_targets", tuning.lora_targets, stored)
-        for name in stored[module].parameter_names
-    }
+    linears = dict.fromkeys(tuned_linears("tuning.lora_targets", tuning.lora_targets, model), spec)
     return LoraAdapter(ADAPTER_NAME, linears, tuning.lora_dropout, tuning.lora_dora, tuning.lora_rslora)
+
+
+def tuned_linears(key: str, targets: tuple[str, ...], model: BaseModelInfo) -> list[str]:
+    """The linears that the setting `key` selects by the names of Hugging Face modules."""
+    stored = {name.removesuffix(".weight"): spec for name, spec in model.names.stored_tensors(model.linears).items()}
+    modules = match_modules(key, targets, stored)
+    return [name.removesuffix(".weight") for module in modules for name in stored[module].parameter_names]
 
 
 def saved_parameters(tuning: TuningConfig, model: BaseModelInfo) -> frozenset[str]:
@@ -83,3 +151,19 @@ def saved_parameters(tuning: TuningConfig, model: BaseModelInfo) -> frozenset[st
         if name.rpartition(".")[0] in selected
         for parameter in spec.parameter_names
     )
+
+
+def with_tied_head(parameters: frozenset[str], model: BaseModelInfo) -> frozenset[str]:
+    """A tied head is one parameter with the embedding, or two with the same values at both ends of a pipeline."""
+    is_native = EMBEDDING in model.shapes
+    tied = {EMBEDDING, HEAD} if model.is_tied and is_native and parameters & {EMBEDDING, HEAD} else set()
+    return parameters | tied
+
+
+def _weight_shapes(linears: list[str], model: BaseModelInfo) -> dict[str, tuple[int, ...]]:
+    return {name: model.shapes[f"{name}.weight"] for name in linears}
+
+
+def _base_name(config: Config, base: Path) -> str:
+    assert config.model.path is not None
+    return config.model.path if hub.parse_model(config.model.path) else str(base.resolve())

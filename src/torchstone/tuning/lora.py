@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,9 @@ class LoraAdapter:
 
 class LoraFactors(nn.Module):
     """The update of one linear by one adapter."""
+
+    # Of each factor, the dimension that it shares with the weight, and the dimension of the weight.
+    sharded_dims: ClassVar = {LORA_A: (1, 1), LORA_B: (0, 0), MAGNITUDE: (0, 0)}
 
     def __init__(self, linear: nn.Linear, spec: LoraSpec, dropout: float, use_dora: bool) -> None:
         super().__init__()

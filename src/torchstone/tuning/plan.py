@@ -1,12 +1,12 @@
-"""What of a model is trained: LoRA adapters and some parameters of the model itself. Everything else is frozen.
+"""What of a model is trained. Everything else is frozen.
 
-Frozen parameters have the dtype that is computed in, and neither gradients nor optimizer state.
+Frozen parameters of the model have the dtype that is computed in, and neither gradients nor optimizer state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,71 +22,77 @@ from torchstone.tuning.lora import (
     share_inputs,
     split_parameter_name,
 )
+from torchstone.tuning.osft import OSFT_Z, InitialOsft, VectorSource, add_osft
+
+Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """`adapters`: all that are active; `trained`: the name of the one that is trained."""
+    """Parts that `LoraPlan` and `OsftPlan` share."""
 
-    adapters: tuple[LoraAdapter, ...]
-    trained: str
-    # Parameters of the model that are trained as well (modules_to_save).
-    trained_parameters: frozenset[str] = frozenset()
-    # What has been trained before; new factors are drawn from `seed`.
-    values: NamedTensors | None = None
-    seed: int = 0
-    # The name of the model, for adapter_config.json, and what tells its weights from others.
-    base: str | None = None
-    base_fingerprint: str | None = None
+    # Parameters of the model itself that are trained.
+    trained_parameters: frozenset[str]
+    # What has been trained before.
+    values: NamedTensors | None
+    # The name of the model, for the checkpoint, and what tells its weights from others.
+    base: str
+    base_fingerprint: str
+
+    def add_to(self, module: nn.Module) -> None:
+        """Adds uninitialized factors to the linears of a model, or of a pipeline stage."""
+        raise NotImplementedError
+
+    def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
+        """The first values of the factors. `base`: has the model's weights, of these `shapes`."""
+        raise NotImplementedError
+
+    def trains_factor(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def count_parameters(self, shapes: Shapes) -> dict[str, int]:
+        """The number of trained parameters by kind. `shapes`: of the model's parameters."""
+        raise NotImplementedError
 
     @property
-    def trained_adapter(self) -> LoraAdapter:
-        return next(adapter for adapter in self.adapters if adapter.name == self.trained)
+    def trained_share(self) -> float:
+        """How much of the model's parameters needs gradients, roughly."""
+        return 0.0
 
-    def count_parameters(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """The number of trained parameters by kind. `shapes`: of the model's parameters."""
-        adapter = self.trained_adapter
-        factors = 0
-        for linear, spec in adapter.linears.items():
-            rows, columns = shapes[f"{linear}.weight"]
-            factors += spec.rank * (rows + columns) + (rows if adapter.use_dora else 0)
-        ranks = sorted({spec.rank for spec in adapter.linears.values()})
-        kind = f"{'DoRA' if adapter.use_dora else 'LoRA'} of rank {', '.join(map(str, ranks))}"
-        saved = sum(math.prod(shapes[name]) for name in self.trained_parameters if name in shapes)
-        return {f"{kind} on {len(adapter.linears)} linears": factors} | ({"modules_to_save": saved} if saved else {})
+    def prepare_decoder(self, decoder: Decoder, frozen_dtype: torch.dtype, tp: int) -> None:
+        """Adds factors to a decoder on the meta device; call `freeze` when it is sharded."""
+        self.add_to(decoder)
+        for name, parameter in decoder.named_parameters():
+            if not self.is_saved(name):
+                parameter.data = parameter.data.to(frozen_dtype)
 
     def is_trained(self, name: str) -> bool:
         """Whether the parameter `name` is."""
-        if is_adapter_parameter(name):
-            return split_parameter_name(name)[1] == self.trained
-        return name in self.trained_parameters
+        return self.trains_factor(name) if is_adapter_parameter(name) else name in self.trained_parameters
+
+    def is_saved(self, name: str) -> bool:
+        """Whether checkpoints have the parameter `name`, and in the dtype of what is trained."""
+        return self.is_trained(name)
 
     def has_value(self, name: str) -> bool:
         """Whether the parameter `name` has been trained before."""
         return self.values is not None and name in self.values.names
 
-    def add_adapters(self, decoder: Decoder, frozen_dtype: torch.dtype, tp: int) -> None:
-        """Adds uninitialized adapters to a decoder on the meta device; call `freeze` when it is sharded."""
-        for adapter in self.adapters:
-            add_adapter(decoder, adapter)
-        if tp == 1:
-            share_inputs(decoder)
-        for name, parameter in decoder.named_parameters():
-            if not self.is_trained(name):
-                parameter.data = parameter.data.to(frozen_dtype)
-
     def freeze(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(self.is_trained(name))
 
-    def tensors(self, base: TensorSource, shapes: Mapping[str, Sequence[int]]) -> TensorSource:
-        """Those of the model and its adapters. `base`: has the model's, of these `shapes`."""
-        return _TunedTensors(self, base, InitialFactors(base, shapes, self.seed))
+    def tensors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
+        """Those of the model and its factors. `base`: has the model's, of these `shapes`."""
+        return _TunedTensors(self, base, shapes)
+
+    def _count(self, names: Iterable[str], shapes: Shapes) -> int:
+        return sum(math.prod(shapes[name]) for name in names if name in shapes)
 
 
 class _TunedTensors:
-    def __init__(self, plan: TuningPlan, base: TensorSource, initial: InitialFactors) -> None:
-        self.plan, self.base, self.initial = plan, base, initial
+    def __init__(self, plan: TuningPlan, base: TensorSource, shapes: Shapes) -> None:
+        self.plan, self.base, self.initial = plan, base, plan.initial_factors(base, shapes)
         self._names = frozenset(() if plan.values is None else plan.values.names)
 
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
@@ -96,3 +102,77 @@ class _TunedTensors:
             self.initial.read_into(name, target, offset)
         else:
             self.base.read_into(name, target, offset)
+
+
+@dataclass(frozen=True)
+class LoraPlan(TuningPlan):
+    """`adapters`: all that are active; `trained`: the name of the one that is trained. New ones are drawn from `seed`.
+
+    `trained_parameters` are PEFT's modules_to_save.
+    """
+
+    adapters: tuple[LoraAdapter, ...]
+    trained: str
+    seed: int = 0
+
+    @property
+    def trained_adapter(self) -> LoraAdapter:
+        return next(adapter for adapter in self.adapters if adapter.name == self.trained)
+
+    def add_to(self, module: nn.Module) -> None:
+        for adapter in self.adapters:
+            add_adapter(module, adapter)
+
+    def prepare_decoder(self, decoder: Decoder, frozen_dtype: torch.dtype, tp: int) -> None:
+        super().prepare_decoder(decoder, frozen_dtype, tp)
+        if tp == 1:
+            share_inputs(decoder)
+
+    def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
+        return InitialFactors(base, shapes, self.seed)
+
+    def trains_factor(self, name: str) -> bool:
+        return split_parameter_name(name)[1] == self.trained
+
+    def count_parameters(self, shapes: Shapes) -> dict[str, int]:
+        adapter = self.trained_adapter
+        factors = 0
+        for linear, spec in adapter.linears.items():
+            rows, columns = shapes[f"{linear}.weight"]
+            factors += spec.rank * (rows + columns) + (rows if adapter.use_dora else 0)
+        ranks = sorted({spec.rank for spec in adapter.linears.values()})
+        kind = f"{'DoRA' if adapter.use_dora else 'LoRA'} of rank {', '.join(map(str, ranks))}"
+        saved = self._count(self.trained_parameters, shapes)
+        return {f"{kind} on {len(adapter.linears)} linears": factors} | ({"modules_to_save": saved} if saved else {})
+
+
+@dataclass(frozen=True)
+class OsftPlan(TuningPlan):
+    """`ranks`: r of every linear of which a part is trained. Linears that are trained as a whole (a ratio of 1) are
+    among `trained_parameters`; of those that are frozen as a whole (a ratio of 0) nothing is known."""
+
+    ranks: Mapping[str, int]
+    unfreeze_rank_ratio: float
+    vectors: VectorSource
+
+    @property
+    def trained_share(self) -> float:
+        return self.unfreeze_rank_ratio
+
+    def add_to(self, module: nn.Module) -> None:
+        add_osft(module, self.ranks)
+
+    def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
+        return InitialOsft(self.vectors, self.ranks)
+
+    def trains_factor(self, name: str) -> bool:
+        return split_parameter_name(name)[2] == OSFT_Z
+
+    def is_saved(self, name: str) -> bool:
+        return is_adapter_parameter(name) or self.is_trained(name)
+
+    def count_parameters(self, shapes: Shapes) -> dict[str, int]:
+        z = sum(rank * max(shapes[f"{linear}.weight"]) for linear, rank in self.ranks.items())
+        whole = self._count(self.trained_parameters, shapes)
+        parts = {f"OSFT of {self.unfreeze_rank_ratio:g} of the ranks of {len(self.ranks)} linears": z}
+        return {kind: count for kind, count in (parts | {"other parameters": whole}).items() if count}

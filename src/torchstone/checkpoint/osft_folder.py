@@ -1,0 +1,121 @@
+"""The files of OSFT: checkpoints, which have only what was trained, and singular vectors, which a second run reuses.
+
+A checkpoint names its base model in osft_config.json and has its tensors as shards, also if a single process saved it:
+Z and P of every target and, if they are trained, all other parameters. Every command opens it as the merged model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchstone import atomic
+from torchstone.checkpoint.manifest import read_json, write_json
+from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
+from torchstone.checkpoint.tensor_files import open_tensor_file, write_tensors
+from torchstone.errors import CheckpointError
+from torchstone.models.tensors import TensorSource
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, local_rank, local_world_size
+from torchstone.tuning.osft import is_decomposition, singular_vectors
+
+CONFIG_FILE = "osft_config.json"
+VECTORS = "singular_vectors"
+
+
+@dataclass(frozen=True)
+class OsftConfig:
+    """osft_config.json: the model that was tuned, and the rank r of what was trained of its linears."""
+
+    base_model_name_or_path: str
+    base_fingerprint: str
+    unfreeze_rank_ratio: float
+    ranks: Mapping[str, int]
+
+
+def is_osft_folder(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file()
+
+
+def write_osft_config(folder: Path, config: OsftConfig) -> None:
+    write_json(folder / CONFIG_FILE, asdict(config))
+
+
+def read_osft_config(folder: Path) -> OsftConfig:
+    path = folder / CONFIG_FILE
+    try:
+        return OsftConfig(**read_json(path))
+    except TypeError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def open_osft(folder: Path) -> ShardedFiles:
+    """The tensors of a checkpoint."""
+    return ShardedFiles(shard_files(folder, WEIGHTS))
+
+
+class SingularVectors:
+    """Singular vectors of linears (tuning/osft.py) in files, one for each linear, in a folder of their model.
+
+    Those that are in the folder are checked against the weight before they are used.
+    """
+
+    def __init__(self, base: TensorSource, shapes: Mapping[str, tuple[int, ...]], fingerprint: str) -> None:
+        """`base`: has the weights, of these `shapes`."""
+        self.base, self.shapes, self.folder = base, shapes, cache_folder() / "osft" / fingerprint[:32]
+
+    def compute(
+        self,
+        linears: Sequence[str],
+        device: torch.device,
+        ctx: ParallelContext = SINGLE_PROCESS,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Writes the vectors that are missing or wrong; returns how many were missing. The ranks of a machine share
+        the work, and all ranks must call it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = linears[local_rank() :: local_world_size()]
+        computed = 0
+        for index, linear in enumerate(own):
+            weight = self.read_weight(linear, device)
+            vectors = self._read(linear)
+            if vectors is None or not is_decomposition(weight, vectors.to(device)):
+                vectors, computed = singular_vectors(weight), computed + 1
+                path = atomic.temporary_path(self._path(linear), f"partial-{os.getpid()}")
+                write_tensors(path, {VECTORS: vectors.cpu().contiguous()})
+                path.replace(self._path(linear))
+            if on_progress is not None:
+                on_progress(index + 1, len(own))
+        return int(ctx.all_reduce_sum(torch.tensor(computed)))
+
+    def read(self, linear: str) -> Tensor:
+        vectors = self._read(linear)
+        assert vectors is not None, f"{self._path(linear)} is gone"
+        return vectors
+
+    def read_weight(self, linear: str, device: torch.device) -> Tensor:
+        """In fp32."""
+        name = f"{linear}.weight"
+        weight = torch.empty(self.shapes[name], dtype=torch.float32)
+        self.base.read_into(name, weight, (0, 0))
+        return weight.to(device)
+
+    def _read(self, linear: str) -> Tensor | None:
+        try:
+            return open_tensor_file(self._path(linear)).tensors[VECTORS]
+        except (CheckpointError, OSError, KeyError):
+            return None
+
+    def _path(self, linear: str) -> Path:
+        return self.folder / f"{linear}.safetensors"
+
+
+def cache_folder() -> Path:
+    """$TORCHSTONE_CACHE, or a folder of the user's cache."""
+    if os.environ.get("TORCHSTONE_CACHE"):
+        return Path(os.environ["TORCHSTONE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torchstone"

@@ -1,0 +1,287 @@
+"""OSFT, orthogonal-subspace fine-tuning: what a matrix does most stays as it is, and the rest of it is trained.
+
+    W = U S V^T         the k largest singular values belong to U_high and V_high, the other r to U_low and V_low
+    W = W0 + Z P        if W is tall (out >= in):  P = V_low^T [r, in],  Z [out, r],  U_high^T Z = 0
+    W = W0 + (Z P)^T    if W is wide (out < in):   P = U_low^T [r, out], Z [in, r],   V_high^T Z = 0
+
+W0 and P are frozen. Z is trained and starts at zero, so that training starts from the model as it is, to the last bit.
+U_high^T W V_high never changes, and neither do U_high^T W and W V_high: in these directions the model computes what it
+did. Training U_low, S_low and V_low, projected off U_high and V_high, reaches the same matrices and no others: P spans
+all that is orthogonal to the frozen directions on the smaller side, so only the other side needs a projection.
+
+The forward pass multiplies by the dense W (`merge`), at the cost of full fine-tuning. The gradient of Z is dY^T
+(X P^T), which takes about r / m of the time of a full weight gradient. `SubspaceProjection` projects gradients before
+they are clipped, and then what the optimizer adds to Z: Adam divides every element by a scale of its own, which leaves
+the subspace. Weight decay decays W_low, which is W0_low + Z P, as in full fine-tuning, not Z alone.
+
+Below, n is the larger dimension of W, m the smaller one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchstone.models.tensors import NamedTensors, TensorSource
+from torchstone.optim.adamw import AdamW
+from torchstone.tuning.lora import parameter_name, rounding_error, split_parameter_name, wider_dtype
+
+OSFT_Z, OSFT_P, ADAPTER_NAME = "osft_Z", "osft_P", "osft"
+# Of a cached decomposition: how far it may be from one of the weight.
+DECOMPOSITION_ERROR = 1e-5
+
+
+def frozen_rank(shape: Sequence[int], unfreeze_rank_ratio: float) -> int:
+    """k, the number of frozen directions of a matrix."""
+    return math.floor(min(shape) * (1 - unfreeze_rank_ratio))
+
+
+class OsftFactors(nn.Module):
+    """Z and P of one linear. `rank` is r."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.is_wide = linear.out_features < linear.in_features
+        n, m = sorted((linear.out_features, linear.in_features), reverse=True)
+        self.osft_Z = nn.Parameter(linear.weight.new_empty(n, rank))
+        self.osft_P = nn.Parameter(linear.weight.new_empty(rank, m), requires_grad=False)
+
+    @property
+    def sharded_dims(self) -> dict[str, tuple[int, int]]:
+        """Of each factor, the dimension that it shares with the weight, and the dimension of the weight."""
+        return {OSFT_Z: (0, int(self.is_wide)), OSFT_P: (1, int(not self.is_wide))}
+
+
+class OsftLinear(nn.Linear):
+    """What `add_osft` makes of a linear, which keeps its parameters and names."""
+
+    adapters: nn.ModuleDict
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = self.adapters[ADAPTER_NAME]
+        z, p, is_wide = factors.osft_Z, factors.osft_P, factors.is_wide
+        if isinstance(self.weight, DTensor):
+            return F.linear(x, merge(self.weight, z, p, is_wide), self.bias)
+        output = _OsftLinear.apply(x, self.weight, z, p, is_wide)
+        return output if self.bias is None else output + self.bias
+
+
+def merge(weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
+    """The dense W. In bf16 the sum is rounded once."""
+    return torch.addmm(weight, p.t(), z.t()) if is_wide else torch.addmm(weight, z, p)
+
+
+class _OsftLinear(torch.autograd.Function):
+    """x @ merge(weight, z, p).T. The reference is autograd through that, which computes the full weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, z, p)
+        ctx.is_wide = is_wide
+        return F.linear(x, merge(weight, z, p, is_wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, z, p = ctx.saved_tensors
+        dx = dy @ merge(weight, z, p, ctx.is_wide) if ctx.needs_input_grad[0] else None
+        dz = None
+        if ctx.needs_input_grad[2]:
+            long, short = (x, dy) if ctx.is_wide else (dy, x)
+            dz = long.flatten(0, -2).t() @ (short.flatten(0, -2) @ p.t())
+        return dx, None, dz, None, None
+
+
+def add_osft(module: nn.Module, ranks: Mapping[str, int]) -> None:
+    """Adds uninitialized factors to the linears of `module` that `ranks` names, in place."""
+    for name, linear in list(module.named_modules()):
+        if name in ranks:
+            assert type(linear) is nn.Linear, name
+            # A class, not a method of each instance: torch.compile reuses a graph for blocks of the same classes.
+            linear.__class__ = OsftLinear
+            linear.adapters = nn.ModuleDict({ADAPTER_NAME: OsftFactors(linear, ranks[name])})
+
+
+@torch.no_grad()
+def singular_vectors(weight: Tensor) -> Tensor:
+    """The singular vectors [m, m] of the smaller dimension, in fp32; those of the largest singular values first.
+
+    They are the eigenvectors of the smaller Gram matrix, in fp64, which takes a fraction of the time of an SVD.
+    """
+    tall = _tall(weight.double())
+    return torch.linalg.eigh(tall.t() @ tall).eigenvectors.flip(1).float()
+
+
+@torch.no_grad()
+def is_decomposition(weight: Tensor, vectors: Tensor) -> bool:
+    """Whether `vectors` are the singular vectors of this weight and not, say, of an earlier version of it."""
+    if vectors.shape != (min(weight.shape),) * 2 or not vectors.isfinite().all():
+        return False
+    vectors, limit = vectors.double(), DECOMPOSITION_ERROR
+    left = _tall(weight.double()) @ vectors
+    gram, identity = left.t() @ left, torch.eye(len(vectors), dtype=vectors.dtype, device=vectors.device)
+    squares, norm = gram.diagonal(), torch.linalg.norm(gram)
+    return bool(
+        (vectors.t() @ vectors - identity).abs().max() < limit
+        and torch.linalg.norm(gram - squares.diag()) <= limit * norm
+        and (squares.diff() <= limit * norm).all()
+    )
+
+
+@torch.no_grad()
+def frozen_basis(weight: Tensor, vectors: Tensor, frozen: int) -> Tensor:
+    """An orthonormal basis [n, k] of the frozen directions of the larger dimension, in fp32."""
+    return torch.linalg.qr(_tall(weight.double()) @ vectors[:, :frozen].double()).Q.float()
+
+
+def _tall(weight: Tensor) -> Tensor:
+    return weight.t() if weight.shape[0] < weight.shape[1] else weight
+
+
+class VectorSource(Protocol):
+    """Has the singular vectors of linears."""
+
+    def read(self, linear: str) -> Tensor: ...
+
+
+class InitialOsft:
+    """A `TensorSource` of first values: zeros for Z, the singular vectors of the smallest singular values for P."""
+
+    def __init__(self, vectors: VectorSource, ranks: Mapping[str, int]) -> None:
+        self.vectors, self.ranks = vectors, ranks
+
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
+        linear, _, kind = split_parameter_name(name)
+        if kind == OSFT_Z:
+            target.zero_()
+            return
+        p = self.vectors.read(linear)[:, -self.ranks[linear] :].t()
+        target.copy_(p[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
+
+
+class FrozenBasis(NamedTuple):
+    """Of one Z: the frozen directions [n, k] that it must be orthogonal to, and W0_low P^T [n, r] if weights decay.
+
+    Both in fp32, and only the rows that this rank has of Z.
+    """
+
+    parameter: nn.Parameter
+    basis: Tensor
+    initial: Tensor | None
+
+
+class SubspaceProjection:
+    """Keeps every Z orthogonal to the frozen directions. All ranks must call its methods together."""
+
+    def __init__(self, bases: Sequence[FrozenBasis]) -> None:
+        self.bases = list(bases)
+
+    @torch.no_grad()
+    def project_gradients(self) -> None:
+        """In fp32, also if the gradients are in bf16."""
+        for parameter, basis, _ in self.bases:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.dtype != torch.float32:
+                parameter.grad = gradient = gradient.float()
+            self._project(parameter, _local(gradient), basis)
+
+    @contextmanager
+    def projected_update(self, optimizer: AdamW, coefficient: Tensor) -> Iterator[None]:
+        """What the optimizer does to each Z inside of the context is projected, and W0_low decays like Z.
+
+        `coefficient`: the clipping coefficient; if it is NaN, the optimizer changes nothing, and nothing changes.
+        """
+        before = [_local(parameter).detach().clone() for parameter, _, _ in self.bases]
+        yield
+        decay = {p: group["lr"] * group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        with torch.no_grad():
+            for (parameter, basis, initial), old in zip(self.bases, before, strict=True):
+                value = _local(parameter)
+                update = value - old
+                if initial is not None:
+                    update -= initial * (decay[parameter] * coefficient.isfinite()).to(initial)
+                self._project(parameter, update, basis)
+                value.copy_(old + update)
+                if parameter in optimizer.copies:
+                    optimizer.copies[parameter].copy_(value)
+
+    @torch.no_grad()
+    def measure(self, index: int) -> Tensor:
+        """The norm of the part of one Z that lies in the frozen directions, relative to the norm of Z. In fp64."""
+        if not self.bases:
+            return torch.zeros((), dtype=torch.float64)
+        parameter, basis, _ = self.bases[index % len(self.bases)]
+        value = _local(parameter).double()
+        inside = self._sum_shards(parameter, basis.t().double() @ value).square().sum()
+        total = self._sum_shards(parameter, value.square().sum())
+        return (inside / total.clamp(min=1e-300)).sqrt()
+
+    def _project(self, parameter: nn.Parameter, tensor: Tensor, basis: Tensor) -> None:
+        """Subtracts from `tensor`, which is sharded as the parameter is, what lies in the frozen directions."""
+        tensor.addmm_(basis, self._sum_shards(parameter, basis.t() @ tensor), alpha=-1)
+
+    def _sum_shards(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that have different rows of the parameter."""
+        if isinstance(parameter, DTensor):
+            for dim, placement in enumerate(parameter.placements):
+                if not isinstance(placement, Replicate):
+                    dist.all_reduce(tensor, group=parameter.device_mesh.get_group(dim))
+        return tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class MergedOsft:
+    """A `TensorSource` of dense weights: those of `base` with the updates Z P that `values` has.
+
+    A weight is merged in a wider dtype and rounded once. `errors` has what that lost, by name (`rounding_error`).
+    Other parameters that `values` has replace those of `base`.
+    """
+
+    def __init__(
+        self,
+        base: TensorSource,
+        values: NamedTensors,
+        ranks: Mapping[str, int],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """`shapes`: of the base's parameters."""
+        self.base, self.values, self.ranks, self.shapes = base, values, ranks, shapes
+        self._replaced = frozenset(values.names)
+        self.errors: dict[str, float] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
+        linear = name.removesuffix(".weight")
+        if linear not in self.ranks:
+            (self.values if name in self._replaced else self.base).read_into(name, target, offset)
+            return
+        dtype = wider_dtype(target.dtype)
+        base = torch.empty(target.shape, dtype=dtype)
+        self.base.read_into(name, base, offset)
+        rows, columns = self.shapes[name]
+        is_wide = rows < columns
+        # The dimension of the target that Z has, and the one that P has.
+        long, short = (1, 0) if is_wide else (0, 1)
+        z = torch.empty(target.shape[long], self.ranks[linear], dtype=dtype)
+        p = torch.empty(self.ranks[linear], target.shape[short], dtype=dtype)
+        self.values.read_into(parameter_name(linear, ADAPTER_NAME, OSFT_Z), z, (offset[long], 0))
+        self.values.read_into(parameter_name(linear, ADAPTER_NAME, OSFT_P), p, (0, offset[short]))
+        merged = merge(base, z, p, is_wide)
+        target.copy_(merged)
+        self.errors[name] = max(self.errors.get(name, 0.0), rounding_error(base, merged, target.cpu()))

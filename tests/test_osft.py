@@ -1,0 +1,531 @@
+"""OSFT: its mathematics, training against a plain loop with Transformers and torch.linalg.svd, every layout, runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM
+
+import parity
+from exact_runs import StopAt, assert_same_run
+from layouts import CPU
+from sides import MAX_NORM, WEIGHT_DECAY, collated
+from steps import train_step
+from tiny_families import make_model
+from torchstone import api
+from torchstone.checkpoint.model_folder import load_model
+from torchstone.checkpoint.save import full_unfused_parameters
+from torchstone.checkpoint.weight_names import WEIGHT_NAMES
+from torchstone.config.load import load_config
+from torchstone.config.schema import OptimConfig, ParallelConfig
+from torchstone.data.loader import StepBatch
+from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.execution import ExecutionOptions
+from torchstone.models.model import Model
+from torchstone.observe.console import Console
+from torchstone.observe.metrics import read_metrics
+from torchstone.optim.build import build_optimizer
+from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_runner
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distributed
+from torchstone.parallel.runner import Runner
+from torchstone.testing import launch_procs
+from torchstone.training.run import Callback, Run
+from torchstone.training.step import compute_gradients
+from torchstone.training.tuning import build_projection, decompose, plan_tuning
+from torchstone.tuning.osft import (
+    OsftLinear,
+    add_osft,
+    frozen_basis,
+    frozen_rank,
+    is_decomposition,
+    merge,
+    singular_vectors,
+)
+from torchstone.tuning.plan import OsftPlan
+from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
+
+Settings = Callable[..., dict[str, Any]]
+SHAPES = {"tall": (24, 10), "wide": (10, 24), "square": (12, 12)}
+FAMILIES = {"llama": "tied", "qwen3": "head size", "granite": "multipliers"}
+
+
+def random_weight(shape: tuple[int, int]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+class TestSubspaces:
+    def test_both_parts_make_the_weight(self, shape: tuple[int, int]) -> None:
+        weight, frozen = random_weight(shape), 7
+        vectors = singular_vectors(weight).double()
+        basis = frozen_basis(weight, vectors, frozen).double()
+        tall = weight.t() if shape[0] < shape[1] else weight
+        p = vectors[:, frozen:].t()
+        high, low = basis @ (basis.t() @ tall), tall @ p.t() @ p
+        assert (high + low - tall).norm() <= 1e-6 * tall.norm()
+        values = torch.linalg.svdvals(weight)
+        assert torch.linalg.svdvals(high)[:frozen] == pytest.approx(values[:frozen], rel=1e-6)
+        assert torch.linalg.svdvals(low)[: len(p)] == pytest.approx(values[frozen:], rel=1e-5)
+        assert (basis.t() @ low).abs().max() <= 1e-6
+        assert (p @ p.t() - torch.eye(len(p))).abs().max() <= 1e-6
+
+    def test_vectors_of_another_weight_are_noticed(self, shape: tuple[int, int]) -> None:
+        weight = random_weight(shape)
+        vectors = singular_vectors(weight)
+        assert is_decomposition(weight, vectors)
+        changed = weight.clone()
+        changed[3, 3] += 0.01
+        assert not is_decomposition(changed, vectors)
+        assert not is_decomposition(weight, vectors * 1.001)
+
+    def test_gradients_are_those_of_the_dense_weight(self, shape: tuple[int, int]) -> None:
+        linear = nn.Linear(shape[1], shape[0], dtype=torch.float64)
+        add_osft(linear_in := nn.Sequential(linear), {"0": 4})
+        (factors,) = linear.adapters.values()
+        for parameter in factors.parameters():
+            nn.init.normal_(parameter)
+        linear.weight.requires_grad_(False)
+        x = torch.randn(2, 5, shape[1], dtype=torch.float64, requires_grad=True)
+        target = torch.randn(2, 5, shape[0], dtype=torch.float64)
+        inputs = (x, factors.osft_Z, linear.bias)
+        assert isinstance(linear, OsftLinear)
+        assert linear.weight.shape == shape
+        dense = merge(linear.weight, factors.osft_Z, factors.osft_P, factors.is_wide)
+        expected = torch.autograd.grad((nn.functional.linear(x, dense, linear.bias) * target).sum(), inputs)
+        actual = torch.autograd.grad((linear_in(x) * target).sum(), inputs)
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_how_many_directions_are_frozen() -> None:
+    assert [frozen_rank((24, 10), ratio) for ratio in (0.0, 0.25, 0.99, 1.0)] == [10, 7, 0, 0]
+
+
+def plan_for(folder: Path, ratio: float = 0.25, **settings: Any) -> OsftPlan:
+    values = {"model.path": str(folder), "tuning.method": "osft", "tuning.unfreeze_rank_ratio": ratio}
+    config = load_config(overrides=values | {"data.path": "x", "output_dir": "x"} | settings)
+    plan = plan_tuning(config, folder, None, ExecutionOptions())
+    assert isinstance(plan, OsftPlan)
+    return plan
+
+
+def load_tuned(folder: Path, plan: OsftPlan, ctx: ParallelContext = SINGLE_PROCESS, **options: Any) -> Model:
+    decompose(plan, CPU, ctx, Console("quiet"))
+    return load_model(folder, CPU, tuning=plan, **options)
+
+
+class OsftReference(parity.Reference):
+    """Transformers whose linears are W_high + Z V_low^T (or U_low Z^T), by torch.linalg.svd; Z has all of W_low.
+
+    Gradients are projected before they are clipped, and Z after the step.
+    """
+
+    def __init__(self, folder: Path, ratio: float) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.frozen: list[tuple[nn.Parameter, Tensor]] = []
+        for name, linear in list(model.named_modules()):
+            if isinstance(linear, nn.Linear) and ".layers." in name:
+                part = _LowPart(linear.weight.detach(), ratio)
+                parametrize.register_parametrization(linear, "weight", part)
+                self.frozen.append((linear.parametrizations.weight.original, part.frozen))
+        settings = {key: parity.FREE_RUNNING[key] for key in ("lr", "betas", "eps")}
+        super().__init__(model, parity.reference_adamw(model, WEIGHT_DECAY, **settings), MAX_NORM)
+
+    @torch.no_grad()
+    def before_clipping(self) -> None:
+        for parameter, frozen in self.frozen:
+            parameter.grad -= frozen @ (frozen.t() @ parameter.grad)
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        for parameter, frozen in self.frozen:
+            parameter -= frozen @ (frozen.t() @ parameter)
+
+    def weights(self) -> dict[str, Tensor]:
+        names = [name for name, _ in self.model.named_parameters()]
+        weights = {name.replace("parametrizations.weight.original", "weight") for name in names}
+        return {name: self._get(name).detach().clone() for name in weights}
+
+    def _get(self, name: str) -> Tensor:
+        module, _, attribute = name.rpartition(".")
+        return getattr(self.model.get_submodule(module), attribute)
+
+
+class _LowPart(nn.Module):
+    def __init__(self, weight: Tensor, ratio: float) -> None:
+        super().__init__()
+        u, s, vh = torch.linalg.svd(weight.double(), full_matrices=False)
+        k = int(len(s) * (1 - ratio))
+        self.high = (u[:, :k] @ s[:k].diag() @ vh[:k]).float()
+        self.is_wide = weight.shape[0] < weight.shape[1]
+        # Below, `p` and `frozen` are V_low and U_high, or U_low and V_high.
+        self.p, self.frozen = (u[:, k:], vh[:k].t()) if self.is_wide else (vh[k:].t(), u[:, :k])
+        self.p, self.frozen = self.p.float(), self.frozen.float()
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return (weight.t() if self.is_wide else weight) @ self.p
+
+    def forward(self, z: Tensor) -> Tensor:
+        low = z @ self.p.t()
+        return self.high + (low.t() if self.is_wide else low)
+
+
+class OsftSide:
+    """Our step on the protocol's micro-batches."""
+
+    def __init__(self, folder: Path, ratio: float) -> None:
+        plan = plan_for(folder, ratio)
+        self.model, settings = load_tuned(folder, plan), parity.FREE_RUNNING
+        self.lr = settings["lr"]
+        optim = OptimConfig(
+            learning_rate=self.lr, betas=settings["betas"], eps=settings["eps"], weight_decay=WEIGHT_DECAY
+        )
+        self.optimizer = build_optimizer(self.model.trained_parameters(), optim, self.model.parameter_kinds())
+        self.runner = Runner(self.model, CPU, True)
+        self.runner.projection = build_projection(plan, self.model, CPU, has_decay=True)
+
+    def step(self, micro_batches: parity.MicroBatches) -> parity.StepValues:
+        result = train_step(self.runner, self.optimizer, make_batch(micro_batches), 1, self.lr, MAX_NORM)
+        return parity.StepValues(result.loss, result.grad_norm, {})
+
+    def weights(self) -> dict[str, Tensor]:
+        return dense_weights(self.model)
+
+
+def make_batch(micro_batches: parity.MicroBatches) -> StepBatch:
+    tensors = collated(micro_batches, packed=True)
+    count = sum(int((t.labels != -100).sum()) for t in tensors)
+    return StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
+
+
+@torch.no_grad()
+def dense_weights(model: Model) -> dict[str, Tensor]:
+    """By Hugging Face name, in fp64 where something is merged."""
+    tensors = {name: p.detach() for name, p in model.named_parameters() if ".adapters." not in name}
+    for name, linear in model.module.named_modules():
+        if isinstance(linear, OsftLinear):
+            (factors,) = linear.adapters.values()
+            values = [p.double() for p in (linear.weight, factors.osft_Z, factors.osft_P)]
+            tensors[f"{name}.weight"] = merge(*values, factors.is_wide)
+    names = WEIGHT_NAMES[model.hf_config["model_type"]]
+    return {next(iter(names.stored_tensors([name]))): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_equals_a_plain_loop(family: str, tmp_path: Path) -> None:
+    """Losses, norms and dense weights, with weight decay and clipping."""
+    folder = make_model(tmp_path / family, family, FAMILIES[family])
+    reference, ours = OsftReference(folder, 0.25), OsftSide(folder, 0.25)
+    steps = parity.random_batches(10, reference.model.config.vocab_size, seed=0)
+    norms = []
+    for batches in steps:
+        expected, actual = reference.step(batches), ours.step(batches)
+        assert actual.loss == pytest.approx(expected.loss, rel=2e-6)
+        assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=5e-6)
+        norms.append(actual.grad_norm)
+    assert max(norms) > MAX_NORM, "nothing is clipped"
+    weights = ours.weights()
+    for name, weight in reference.weights().items():
+        assert (weights[name] - weight).norm() <= 5e-6 * weight.norm(), name
+
+
+class TestFrozenDirections:
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_stay_as_they_are_for_200_steps(self, precision: str, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "llama", "llama", "tied")
+        file = folder / "model.safetensors"
+        # Frozen weights have the dtype that is computed in.
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+        plan = plan_for(folder, 0.25)
+        decompose(plan, CPU, SINGLE_PROCESS, Console("quiet"))
+        builder = ModelBuilder(CPU, torch.float32, dtype)
+        model = load_model(folder, CPU, tuning=plan, builder=builder)
+        runner = build_runner(model, builder, packed=True)
+        runner.projection = build_projection(plan, model, CPU, has_decay=True)
+        optim = OptimConfig(learning_rate=3e-3, weight_decay=0.1)
+        copies = None if model.master_weights is None else model.master_weights.copies
+        optimizer = build_optimizer(model.trained_parameters(), optim, model.parameter_kinds(), copies=copies)
+        before, moved = self._weights(model), 0.0
+        (batches,) = parity.random_batches(1, 40, seed=0)
+        for step in range(1, 201):
+            train_step(runner, optimizer, make_batch(batches), step, 3e-3, MAX_NORM)
+        after = self._weights(model)
+        for name, weight in before.items():
+            u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+            k = frozen_rank(weight.shape, 0.25)
+            u, vh, change = u[:, :k], vh[:k], after[name] - weight
+            moved = max(moved, (change.norm() / weight.norm()).item())
+            assert (u.t() @ change @ vh.t()).norm() <= 1e-6 * s[:k].norm(), name
+            # One of both comes from the projection, the other from P.
+            assert (u.t() @ change).norm() <= 1e-4 * change.norm(), name
+            assert (change @ vh.t()).norm() <= 1e-4 * change.norm(), name
+        assert moved > 0.1, "the rest is trained"
+        errors = [runner.projection.measure(index).item() for index in range(len(runner.projection.bases))]
+        assert 0 < max(errors) < 1e-5
+
+    def _weights(self, model: Model) -> dict[str, Tensor]:
+        parameters = {name: p.detach().double() for name, p in model.named_parameters()}
+        result = {}
+        for name, z in parameters.items():
+            if name.endswith("osft_Z"):
+                linear = name.partition(".adapters.")[0]
+                weight = parameters[f"{linear}.weight"]
+                p = parameters[name.replace("osft_Z", "osft_P")]
+                result[linear] = merge(weight, z, p, weight.shape[0] < weight.shape[1])
+        return result
+
+    def test_projected_gradients_are_orthogonal(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "llama", "llama", "tied")
+        ours = OsftSide(folder, 0.25)
+        (batches,) = parity.random_batches(1, 40, seed=0)
+        projection = ours.runner.projection
+        assert projection is not None
+        ours.runner.projection = None
+        compute_gradients(ours.runner, make_batch(batches), 1)
+
+        def share_inside() -> float:
+            shares = [((b.t() @ z.grad).norm() / z.grad.norm()).item() for z, b, _ in projection.bases]
+            return max(shares)
+
+        assert share_inside() > 0.3
+        projection.project_gradients()
+        assert share_inside() < 1e-4
+
+
+def train_in_layouts(layouts: list[dict[str, Any]], folder: str, steps: Any) -> list[dict[str, Any]]:
+    results = []
+    for parallel in layouts:
+        config = ParallelConfig(**parallel)
+        with init_distributed(config, CPU, mesh_of_one=True) as ctx:
+            builder, plan = ShardedModelBuilder(ctx, config, "fp32", CPU), plan_for(Path(folder))
+            execution = ExecutionOptions(tp=ctx.dims.tp)
+            model = load_tuned(Path(folder), plan, ctx, execution=execution, builder=builder)
+            runner = build_runner(model, builder, packed=True)
+            runner.projection = build_projection(plan, model, CPU, has_decay=True)
+            results.append(run_steps(runner, steps))
+    return results
+
+
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_every_layout_computes_the_same(processes: int, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "llama", "llama", "tied", num_hidden_layers=4)
+    steps, plan = parity.random_batches(2, 40, seed=0), plan_for(folder)
+    model = load_tuned(folder, plan)
+    runner = Runner(model, CPU, True)
+    runner.projection = build_projection(plan, model, CPU, has_decay=True)
+    expected = run_steps(runner, steps)
+    ranks = launch_procs(train_in_layouts, processes, LAYOUTS[processes], str(folder), steps, timeout=300)
+    assert_same_steps(ranks, expected, LAYOUTS[processes])
+
+
+@pytest.fixture
+def osft_settings(base_run: Path, settings: Settings) -> Settings:
+    def make(**changes: Any) -> dict[str, Any]:
+        values = settings(**({"tuning__method": "osft", "optim__learning_rate": 1e-2} | changes))
+        for key in ("model.depth", "model.width", "model.heads", "model.tokenizer"):
+            del values[key]
+        return {"model.path": str(base_run)} | values
+
+    return make
+
+
+def train_on_rank(values: dict[str, Any]) -> None:
+    api.train(overrides=values)
+
+
+def losses_of(run: str | Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(Path(run) / "metrics.jsonl")]
+
+
+class TestRuns:
+    def test_it_starts_from_the_model_and_keeps_the_base(
+        self, osft_settings: Settings, base_run: Path, tmp_path: Path
+    ) -> None:
+        before = (base_run / "model.safetensors").read_bytes()
+        ids = torch.arange(12)[None]
+        expected = load_model(base_run, CPU).module(ids, ids)
+        first: list[Tensor] = []
+
+        class KeepLogits(Callback):
+            def on_start(self, run: Run) -> None:
+                with torch.no_grad():
+                    first.append(run.model.module(ids, ids))
+
+        values = osft_settings(optim__weight_decay=0.1)
+        checkpoint = api.train(overrides=values, callbacks=[KeepLogits()]).checkpoint
+        assert checkpoint is not None
+        assert torch.equal(first[0], expected)
+        assert (base_run / "model.safetensors").read_bytes() == before
+        lines = read_metrics(Path(values["output_dir"]) / "metrics.jsonl")
+        assert all(0 < line["osft_error"] < 1e-6 for line in lines)
+        exported = api.export(checkpoint, tmp_path / "model")
+        assert exported["verified"]
+        assert 0 < exported["merge_error"] < 1e-5
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        logits = load_model(checkpoint, CPU).module(ids, ids)
+        torch.testing.assert_close(theirs(ids).logits, logits, rtol=0, atol=1e-5)
+        assert (logits - expected).abs().max() > 0.1, "it is trained"
+
+    def test_resume_is_exact(self, osft_settings: Settings) -> None:
+        def values(name: str) -> dict[str, Any]:
+            made = osft_settings(optim__weight_decay=0.1)
+            return made | {"output_dir": f"{made['output_dir']}-{name}"}
+
+        api.train(overrides=values("whole"))
+        api.train(overrides=values("parts"), callbacks=[StopAt(3)])
+        api.train(overrides=values("parts"))
+        assert_same_run(values("whole")["output_dir"], values("parts")["output_dir"], 6)
+
+    def test_a_run_goes_on_in_another_layout(self, osft_settings: Settings, tmp_path: Path) -> None:
+        values = osft_settings()
+        api.train(overrides=values | {"output_dir": str(tmp_path / "one")})
+        two = values | {"output_dir": str(tmp_path / "two"), "training.batch_size": 2}
+        api.train(overrides=two | {"training.batch_size": 4}, callbacks=[StopAt(3)])
+        launch_procs(train_on_rank, 2, two, timeout=120)
+        assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+        assert api.export(tmp_path / "two", tmp_path / "model")["verified"]
+
+    def test_the_fallback_in_one_and_two_processes(self, settings: Settings, tmp_path: Path) -> None:
+        folder = make_fallback(tmp_path / "neox")
+        values = settings(tuning__method="osft", optim__learning_rate=1e-2, model__path=str(folder))
+        for key in ("model.depth", "model.width", "model.heads"):
+            del values[key]
+        api.train(overrides=values)
+        one, two = values["output_dir"], str(tmp_path / "two")
+        launch_procs(train_on_rank, 2, values | {"output_dir": two, "training.batch_size": 2}, timeout=120)
+        assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
+        results = [api.export(run, tmp_path / f"model-{number}") for number, run in enumerate((one, two))]
+        assert all(result["verified"] for result in results)
+        weights = [load_file(tmp_path / f"model-{number}/model.safetensors") for number in (0, 1)]
+        base = load_file(folder / "model.safetensors")
+        for name, weight in base.items():
+            torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=2e-5)
+            k = frozen_rank(weight.shape, 0.25) if weight.dim() == 2 else 0
+            if ".layers." in name and k:
+                u = torch.linalg.svd(weight.double()).U[:, :k]
+                change = (weights[0][name] - weight).double()
+                assert change.norm() > 0
+                assert (u.t() @ change).norm() <= 1e-4 * change.norm(), name
+
+    def test_one_trains_everything(self, osft_settings: Settings) -> None:
+        values = osft_settings(optim__weight_decay=0.1)
+        full = {key: value for key, value in values.items() if not key.startswith("tuning.")}
+        api.train(overrides=full)
+        half = values | {"tuning.unfreeze_rank_ratio": 1.0, "output_dir": f"{values['output_dir']}-osft"}
+        api.train(overrides=half)
+        assert losses_of(half["output_dir"]) == losses_of(full["output_dir"])
+        models = [load_model(Path(v["output_dir"]) / "checkpoints/step-00000006", CPU) for v in (full, half)]
+        expected, weights = (full_unfused_parameters(model) for model in models)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+    def test_zero_trains_nothing_of_the_targets(self, osft_settings: Settings, base_run: Path) -> None:
+        values = osft_settings(tuning__unfreeze_rank_ratio=0.0)
+        result = api.train(overrides=values)
+        assert result.checkpoint is not None
+        models = [load_model(folder, CPU) for folder in (base_run, result.checkpoint)]
+        before, after = (full_unfused_parameters(model) for model in models)
+        changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+        targets = {name for name, tensor in before.items() if name.startswith("layers.") and tensor.dim() == 2}
+        assert changed == before.keys() - targets
+        with pytest.raises(UsageError, match=r"unfreeze_rank_ratio 0 trains nothing of the targets"):
+            api.train(overrides=values | {"tuning.osft_train_rest": False, "output_dir": values["output_dir"] + "-2"})
+
+    def test_targets_are_chosen_by_name(self, osft_settings: Settings, base_run: Path) -> None:
+        values = osft_settings(tuning__osft_targets=["q_proj", "down_proj"], tuning__osft_train_rest=False)
+        checkpoint = api.train(overrides=values).checkpoint
+        assert checkpoint is not None
+        models = [load_model(folder, CPU) for folder in (base_run, checkpoint)]
+        before, after = (full_unfused_parameters(model) for model in models)
+        changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+        assert changed == {f"layers.{n}.{name}.weight" for n in (0, 1) for name in ("attention.wq", "mlp.down")}
+        moments = {name.partition("/")[0] for name in load_file(checkpoint / "optimizer.safetensors")}
+        assert len(moments) == 4, "moments only for what is trained"
+
+    def test_one_task_after_the_other(self, osft_settings: Settings, tmp_path: Path) -> None:
+        """The frozen directions of the second are those of the result of the first."""
+        first = osft_settings()
+        api.train(overrides=first)
+        second = first | {"model.path": first["output_dir"], "output_dir": str(tmp_path / "second")}
+        api.train(overrides=second, callbacks=[StopAt(3)])
+        checkpoint = api.train(overrides=second).checkpoint
+        assert checkpoint is not None
+        models = [load_model(f, CPU) for f in (Path(first["output_dir"]) / "checkpoints/step-00000006", checkpoint)]
+        before, after = (full_unfused_parameters(model) for model in models)
+        for name, weight in before.items():
+            if name.startswith("layers.") and weight.dim() == 2:
+                change, k = (after[name] - weight).double(), frozen_rank(weight.shape, 0.25)
+                u = torch.linalg.svd(weight.double(), full_matrices=False).U[:, :k]
+                assert (u.t() @ change).norm() <= 1e-4 * change.norm(), name
+        assert api.export(checkpoint, tmp_path / "model")["verified"]
+
+
+class TestSingularVectors:
+    def test_a_second_run_reads_them(
+        self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "cache"))
+
+        def train(name: str) -> str:
+            values = osft_settings() | {"output_dir": str(tmp_path / name), "observe.console": "lines"}
+            api.train(overrides=values)
+            return (tmp_path / name / "logs/rank-0.log").read_text()
+
+        assert "singular vectors of 14 linears: 14 computed" in train("first")
+        assert "singular vectors of 14 linears: all from the cache" in train("second")
+        assert losses_of(tmp_path / "first") == losses_of(tmp_path / "second")
+        damaged, foreign, *_ = sorted((tmp_path / "cache/osft").glob("*/*.safetensors"))
+        damaged.write_bytes(damaged.read_bytes()[:100])
+        vectors = load_file(foreign)
+        save_file({name: tensor.roll(1, dims=1) for name, tensor in vectors.items()}, foreign)
+        assert "singular vectors of 14 linears: 2 computed" in train("third")
+        assert losses_of(tmp_path / "first") == losses_of(tmp_path / "third")
+
+    def test_a_base_that_has_changed_is_refused(self, osft_settings: Settings, base_run: Path, tmp_path: Path) -> None:
+        base = tmp_path / "base"
+        shutil.copytree(base_run, base, ignore=shutil.ignore_patterns("manifest.json"))
+        values = osft_settings() | {"model.path": str(base)}
+        api.train(overrides=values, callbacks=[StopAt(3)])
+        weights = load_file(base / "model.safetensors")
+        weights["model.norm.weight"][0] += 1
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match="was trained on other weights than those in"):
+            api.train(overrides=values)
+        with pytest.raises(CheckpointError, match="was trained on other weights than those in"):
+            api.export(values["output_dir"], tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tuning.osft_targets": ["w_proj"]}, "the model has no module w_proj"),
+        ({"tuning.unfreeze_rank_ratio": 1.5}, "unfreeze_rank_ratio"),
+        ({"tuning.method": "lora", "tuning.unfreeze_rank_ratio": 0.5}, "tuning.unfreeze_rank_ratio is for OSFT"),
+        ({"training.precision": "bf16-pure"}, "in bf16 nothing stays orthogonal"),
+        ({"optim.name": "muon"}, "optim.name muon does not work with tuning.method osft"),
+        (
+            {"model.path": None, "model.tokenizer": "demo:tokenizer", "model.depth": 2},
+            "tuning.method osft tunes an existing model",
+        ),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str, osft_settings: Settings) -> None:
+    with pytest.raises(UsageError, match=message):
+        api.train(overrides=osft_settings() | changes)
+
+
+def test_a_checkpoint_names_its_base(osft_settings: Settings, base_run: Path) -> None:
+    checkpoint = api.train(overrides=osft_settings(training__max_steps=1)).checkpoint
+    assert checkpoint is not None
+    config = json.loads((checkpoint / "osft_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base_run)
+    assert config["ranks"]["layers.0.attention.wq"] == 8

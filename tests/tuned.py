@@ -1,0 +1,88 @@
+"""Steps of LoRA and OSFT in several layouts, against one process; and models to tune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import parity
+from layouts import WIDTH, Shard
+from sides import MAX_NORM, WEIGHT_DECAY, collated
+from steps import train_step
+from torchstone.config.schema import OptimConfig
+from torchstone.data.loader import StepBatch
+from torchstone.optim.build import build_optimizer
+from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.runner import Runner
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [{"dp_replicate": 2}, {"zero": 3}, {"tp": 2, "sequence": False}, {"tp": 2}, {"pp": 2}],
+    4: [{"tp": 4}],
+    8: [{"tp": 2, "pp": 2}],
+}
+
+
+def make_fallback(folder: Path) -> Path:
+    """A model that the native decoder does not know."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt_neox", vocab_size=448, max_position_embeddings=64, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def run_steps(runner: Runner, steps: list[parity.MicroBatches]) -> dict[str, Any]:
+    """Losses, norms, this rank's shards of the gradients of all steps and of the weights after them."""
+    rank, dp = runner.ctx.dp_rank, runner.ctx.dims.dp
+    model = runner.model
+    optim = OptimConfig(learning_rate=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=WEIGHT_DECAY)
+    optimizer = build_optimizer(model.trained_parameters(), optim, model.parameter_kinds())
+    gradients: list[Shard] = []
+
+    def shards(tensors: dict[str, Tensor]) -> list[Shard]:
+        config = model.decoder_config
+        return [(s.name, s.offset, s.tensor.clone()) for n, t in tensors.items() for s in local_shards(config, n, t)]
+
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.extend(shards({n: p.grad for n, p in model.trained_parameters()}))
+    )
+    values = []
+    for number, batches in enumerate(steps):
+        own = batches[rank::dp] + [[]] * (-(-len(batches) // dp) - len(batches[rank::dp]))
+        count = sum(label != -100 for batch in batches for _, labels in batch for label in labels[1:])
+        batch = StepBatch(collated(own, True, WIDTH), 0, 0, loss_tokens=count, padding=0, first_sample=0)
+        result = train_step(runner, optimizer, batch, number + 1, 3e-3, MAX_NORM)
+        values += [result.loss, result.grad_norm]
+    weights = shards({n: p.detach() for n, p in model.trained_parameters()})
+    return {"values": values, "gradients": gradients, "weights": weights}
+
+
+def assert_same_steps(ranks: list[list[dict[str, Any]]], expected: dict[str, Any], layouts: list[Any]) -> None:
+    """What each rank returned for each layout, against one process: losses, norms, the gradients of each step on every
+    rank, replicated ones too, and weights."""
+    weights = {name: tensor for name, _, tensor in expected["weights"]}
+    count = len(weights)
+    whole = [{name: tensor for name, _, tensor in expected["gradients"][start : start + count]} for start in (0, count)]
+    for number, layout in enumerate(layouts):
+        seen = set()
+        for results in ranks:
+            result = results[number]
+            torch.testing.assert_close(result["values"], expected["values"], rtol=2e-6, atol=0)
+            half = len(result["gradients"]) // 2
+            for index, shard in enumerate(result["gradients"]):
+                _assert_shard(whole[index >= half], shard, layout)
+                seen.add(shard[0])
+            for shard in result["weights"]:
+                _assert_shard(weights, shard, layout)
+        assert seen == weights.keys()
+
+
+def _assert_shard(tensors: dict[str, Tensor], shard: Shard, layout: Any) -> None:
+    name, offset, values = shard
+    if values.numel():
+        expected = tensors[name][tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))]
+        assert (values - expected).norm() <= 1e-5 * tensors[name].norm(), (layout, name)
