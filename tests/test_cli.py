@@ -330,6 +330,7 @@ def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
         ("launch", "slurm", "run.yaml", "--output", "run.yaml"),
         ("prepare", "run.yaml", "--pin", "run.yaml"),
         ("inspect-data", "run.yaml", "--html", "rows.jsonl"),
+        ("prepare", "run.yaml", "--data.validation_path", "a=demo:heldout,b=more.jsonl", "--pin", "more.jsonl"),
     ],
 )
 def test_a_command_does_not_overwrite_its_input(
@@ -337,7 +338,8 @@ def test_a_command_does_not_overwrite_its_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("data: {path: rows.jsonl}\nmodel: {depth: 2, tokenizer: 'demo:tokenizer'}\n")
-    write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f"}])
+    for name in ("rows.jsonl", "more.jsonl"):
+        write_rows(tmp_path / name, [{"text": "a b c d e f"}])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     code, _, err = torchstone(*args)
     assert (code, "is an input of this command" in err) == (2, True), err

@@ -107,6 +107,21 @@ class TestRows:
         other = build_cache(path, tokenizer, prompt="answer", completion="question")
         assert sequences(other) != sequences(cache)
 
+    def test_paths_of_named_validation_sets_have_their_mappings_in_order(
+        self, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
+        first = write_rows(tmp_path / "a.jsonl", [{"question": "What is 1 + 1?", "answer": " 2"}])
+        second = write_rows(tmp_path / "b.jsonl", [{"ask": "What is 2 + 2?", "reply": " 4"}] * 2)
+        config = {
+            "model.tokenizer": str(tokenizer.path), "data.path": [str(first), str(second)],
+            "data.columns": [MAPPING, {"prompt": "ask", "completion": "reply"}],
+            "data.validation_path": {"one": str(first), "two": str(second)},
+            "data.cache_dir": str(tmp_path / "cache"), "observe.console": "quiet",
+        }  # fmt: skip
+        assert api.prepare(overrides=config)["validation_samples"] == 3
+        with pytest.raises(BadRow, match=r"b\.jsonl:1: data.columns takes prompt from 'question'"):
+            api.prepare(overrides=config | {"data.validation_path": {"two": str(second), "one": str(first)}})
+
     def test_without_a_mapping_the_cache_key_is_that_of_earlier_versions(self, tokenizer: Tokenizer) -> None:
         names = {
             "tokenizer", "vocab_size", "eos_id", "template", "special_tokens", "shape", "limit", "on_long_row",

@@ -597,3 +597,103 @@ class TestFlags:
     def test_a_switch_can_be_false(self) -> None:
         pairs, _ = extract_config_flags(["--data.shuffle", "false"])
         assert load_config(overrides=[*MINIMAL.items(), *pairs]).data.shuffle is False
+
+
+class TestValidationSets:
+    """data.validation_path with names: one spelling everywhere, and a path with `=` in it is never taken for a name."""
+
+    SETS = {"task_b": ("b.jsonl",), "task-a.1": ("a.jsonl",)}
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            {"task_b": "b.jsonl", "task-a.1": ["a.jsonl"]}, {"task_b": Path("b.jsonl"), "task-a.1": ("a.jsonl",)},
+            "task_b=b.jsonl,task-a.1=a.jsonl", " task_b = b.jsonl, task-a.1 = a.jsonl",
+            "{task_b: b.jsonl, task-a.1: [a.jsonl]}", "{'task_b': 'b.jsonl', 'task-a.1': 'a.jsonl'}",
+        ],
+    )  # fmt: skip
+    def test_every_spelling_is_the_same_mapping_in_the_same_order(self, value: Any) -> None:
+        config = load_config(overrides=MINIMAL | {"data.validation_path": value})
+        assert config.data.validation_path == self.SETS
+        assert list(config.data.validation_sets) == ["task_b", "task-a.1"], "the first set decides"
+        assert list(from_dict(to_dict(config)).data.validation_sets.items()) == list(self.SETS.items())
+        assert json.loads(json.dumps(to_dict(config))) == to_dict(config)
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("a.yaml", "data:\n  validation-path: {task_b: b.jsonl, task-a.1: a.jsonl}\n"),
+            ("a.toml", '[data.validation_path]\ntask_b = "b.jsonl"\n"task-a.1" = ["a.jsonl"]\n'),
+            ("a.json", '{"data": {"validation_path": {"task_b": ["b.jsonl"], "task-a.1": "a.jsonl"}}}'),
+        ],
+    )
+    def test_files_have_a_mapping_which_a_flag_replaces(self, tmp_path: Path, name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        assert load_config(tmp_path / name, overrides=MINIMAL).data.validation_path == self.SETS
+        flags, _ = extract_config_flags(["--data.validation-path=c=c.jsonl"])
+        config = load_config(tmp_path / name, overrides=[*MINIMAL.items(), *flags])
+        assert config.data.validation_path == {"c": ("c.jsonl",)}
+
+    def test_a_set_has_several_paths(self) -> None:
+        for value in ("{b: [b1.jsonl, b2.jsonl]}", {"b": "b1.jsonl,b2.jsonl"}):
+            config = load_config(overrides=MINIMAL | {"data.validation_path": value})
+            assert config.data.validation_sets == {"b": ("b1.jsonl", "b2.jsonl")}
+            assert config.data.validation_paths == ("b1.jsonl", "b2.jsonl")
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            ({}, "data.validation_path is empty\n  write a value, or leave it out"),
+            ("{}", "data.validation_path is empty"),
+            ("b=,a=a.jsonl", "data.validation_path.b is empty\n  write a value, or leave it out"),
+            ({"b": []}, "data.validation_path.b is empty"),
+            ({"b": None}, "data.validation_path.b must be a list, not None\n  write it as a.jsonl,b.jsonl"),
+            ("b=b.jsonl,", "data.validation_path has an empty part"),
+            ("b=b.jsonl,b=c.jsonl", "has a name twice\n  several paths of one set are --data.validation_path '{b: ["),
+            ("{b: b.jsonl, b: c.jsonl}", "--data.validation_path:1: duplicate key b"),
+            (
+                "b=b.jsonl,c.jsonl",
+                "'c.jsonl' has no name, but other paths have one\n  write it as --data.val",
+            ),
+            ("my task=b.jsonl", "'my task' cannot be a name\n  use letters, digits, _, - and dots, as in task_b="),
+            ({"a/b": "b.jsonl"}, "data.validation_path: 'a/b' cannot be a name"),
+            ({"": "b.jsonl"}, "data.validation_path: '' cannot be a name"),
+            ({3: "b.jsonl"}, "data.validation_path must be text, not '3'\n  write it in quotes"),
+        ],
+    )
+    def test_a_wrong_mapping_is_explained(self, value: Any, expected: str) -> None:
+        assert expected in error_text(data__validation_path=value)
+
+    def test_other_keys_count_named_sets_as_they_count_paths(self) -> None:
+        sets = {"b": ["b1.jsonl", "b2.jsonl"], "a": "a.jsonl"}
+        text = error_text(data__validation_path=sets, data__validation_split=0.1)
+        assert "both data.validation_path and data.validation_split are set" in text
+        mappings = [{"text": "a"}, {"text": "b"}]
+        text = error_text(data__path="c.jsonl,d.jsonl", data__validation_path=sets, data__columns=mappings)
+        assert "does not have one mapping for each path of data.path and data.validation_path" in text
+
+    def test_a_file_with_an_equals_sign_is_a_path_if_it_exists(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+
+        def read(value: Any) -> Any:
+            return load_config(overrides=MINIMAL | {"data.validation_path": value}).data.validation_path
+
+        assert read("year=2025/a.jsonl") == {"year": ("2025/a.jsonl",)}
+        (tmp_path / "year=2025").mkdir()
+        (tmp_path / "year=2025/a.jsonl").write_text("")
+        for path in ("year=2025/a.jsonl", "year=2025/*.jsonl", "year=2025", "data/year=2026/a.jsonl", "hub:a/b/c=d"):
+            assert read(path) == (path,)
+            assert read(f"c.jsonl,{path}") == ("c.jsonl", path), "a list without names is what it was"
+            assert read([path]) == read(f"[{path}]") == (path,)
+        assert read("new=year=2025/a.jsonl") == {"new": ("year=2025/a.jsonl",)}
+
+        # Both exist: it must be said which one.
+        (tmp_path / "2025").mkdir()
+        (tmp_path / "2025/a.jsonl").write_text("")
+        text = error_text(data__validation_path="year=2025/a.jsonl")
+        assert "'year=2025/a.jsonl' is a file, but also '2025/a.jsonl' with the name 'year'" in text
+        assert "write ./year=2025/a.jsonl for the file, or '{year: 2025/a.jsonl}' for the name" in text
+        assert read("./year=2025/a.jsonl") == ("./year=2025/a.jsonl",)
+        assert read("{year: 2025/a.jsonl}") == {"year": ("2025/a.jsonl",)}

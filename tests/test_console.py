@@ -42,6 +42,9 @@ class TestText:
     def test_a_step_is_one_line(self) -> None:
         assert step_line(METRICS, 100, "5:30") == LINE
         assert step_line(METRICS | {"val_loss": 5.82432}, 100, "5:30") == f"{LINE} | Validation loss: 5.8243"
+        sets = {"val_loss": 5.82432, "val_loss/new": 5.82432, "val_loss/old": 6.1582}
+        expected = f"{LINE} | Validation loss: new 5.8243, old 6.1582"
+        assert step_line(METRICS | sets, 100, "5:30") == expected
         with_mfu = LINE.replace("17,024", "17,024 | MFU: 41.3 %")
         assert step_line(METRICS | {"mfu": 0.41256}, 100, "5:30") == with_mfu
 
@@ -49,7 +52,9 @@ class TestText:
         first = "3/100  loss 12.2340  norm 2.76  17,024 tok/s  ETA 5:30"
         second = "epoch 0.25  lr 1.00e-05  1.5 GiB"
         assert bar_text(METRICS, 100, "5:30", None) == f"{first}\n{second}"
-        assert bar_text(METRICS, 100, "5:30", 5.82432) == f"{first}\n{second}  val loss 5.8243"
+        assert bar_text(METRICS, 100, "5:30", "5.8243") == f"{first}\n{second}  val loss 5.8243"
+        names = "new 5.8243, old 6.1582"
+        assert bar_text(METRICS, 100, "5:30", names) == f"{first}\n{second}\nval loss {names}"
         assert bar_text(METRICS | {"mfu": 0.41256}, 100, "5:30", None) == f"{first}\n{second}  MFU 41.3 %"
 
     @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
@@ -184,16 +189,19 @@ class TestTerminal:
         console.warn("before")
         console.begin(3, 0)
         console.info("a [bold] word")
-        console.step(METRICS | {"val_loss": 1.5}, 330.0)
+        console.step(METRICS | {"val_loss": 1.5, "val_loss/new": 1.5, "val_loss/old": 2.5}, 330.0)
+        console.step(METRICS, 330.0)
         console.end()
         screen = read()
+        losses = "new 1.5000, old 2.5000"
+        assert screen.rindex(f"val loss {losses}") > screen.index(f"Validation loss: {losses}")
         assert "\x1b[33mwarning: before\x1b[0m" in screen
         assert "a [bold] word" in screen
         assert "3/3  loss 12.2340  norm 2.76  17,024 tok/s  ETA 5:30" in screen
         assert "Step [3/3]" in screen
         assert "GPU" not in screen
         assert [line.split(" | ")[0] for line in log.getvalue().splitlines()] == [
-            "GPU0:WARNING", "GPU0:INFO", "GPU0:INFO",
+            "GPU0:WARNING", "GPU0:INFO", "GPU0:INFO", "GPU0:INFO",
         ]  # fmt: skip
 
     def test_a_signal_is_acknowledged_on_a_line_of_its_own_while_a_bar_is_drawn(self) -> None:

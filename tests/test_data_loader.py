@@ -297,7 +297,7 @@ def run_data(tokenizer: Tokenizer, paths: list[Path], cache_dir: Path, **options
         "data.cache_dir": str(cache_dir), "data.context_length": 64, "training.global_batch_size": 6,
     }  # fmt: skip
     config = load_config(overrides=defaults | {key.replace("__", "."): value for key, value in options.items()})
-    return load_data(config, tokenizer, [str(path) for path in paths], None, Console("quiet")), config
+    return load_data(config, tokenizer, [str(path) for path in paths], {}, Console("quiet")), config
 
 
 def step_sequences(
@@ -452,7 +452,7 @@ class TestSplit:
     def test_every_source_is_split(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         paths = [write_rows(tmp_path / f"{n}.jsonl", chat_rows(40, seed=n)) for n in range(2)]
         data, _ = run_data(tokenizer, paths, tmp_path, data__validation_split=0.25)
-        assert (data.sizes, len(data.validation or [])) == ([30, 30], 20)
+        assert (data.sizes, len(data.validation[""])) == ([30, 30], 20)
 
 
 def test_public_names_exist() -> None:

@@ -140,7 +140,7 @@ class TestCounts:
                 "data.context_length": 48, "data.cache_dir": str(tmp_path), "training.global_batch_size": 5,
             }
         )  # fmt: skip
-        data = load_data(config, tokenizer, [str(path)], None, Console("quiet"))
+        data = load_data(config, tokenizer, [str(path)], {}, Console("quiet"))
         if not (row_format == "text" and packing):
             assert data.train.lengths.max() <= 48
             assert data.counts.trained_tokens == data.train.loss_tokens.sum()
@@ -300,7 +300,7 @@ class TestShapesOnAGPU:
         for packing in (True, False):
             config = load_config(overrides=overrides | {"data.packing": packing})
             on_cpu, on_gpu = (
-                load_data(config, tokenizer, [str(text_file)], None, Console("quiet"), pad_to_buckets=pad)
+                load_data(config, tokenizer, [str(text_file)], {}, Console("quiet"), pad_to_buckets=pad)
                 for pad in (False, True)
             )
             assert on_gpu.shapes.has_fixed_length == packing

@@ -569,6 +569,17 @@ class TestRuns:
         with pytest.raises(UsageError, match=r"hub:org/rows: the checkpoint has several commits(.*\n).*@COMMIT"):
             api.train(overrides=overrides | {"training.max_steps": 3, "data.path": "hub:org/rows"})
 
+    def test_named_validation_sets_keep_their_commits(
+        self, server: HubServer, hub_run: dict[str, Any], text_file: Path, tmp_path: Path
+    ) -> None:
+        sha, sets = server.sha(DATA, "main"), {"test": "hub:org/rows/test.jsonl", "text": str(text_file)}
+        overrides = hub_run | {"data.validation_path": sets, "training.max_steps": 1}
+        for steps in (1, 2):
+            api.train(overrides=overrides | {"training.max_steps": steps})
+            data = json.loads((tmp_path / "run" / "config.json").read_text())["data"]
+            assert data["validation_path"] == {"test": [f"hub:org/rows@{sha}/test.jsonl"], "text": [str(text_file)]}
+            server.commit(DATA, {"train.jsonl": rows(corpus_rows(30))})
+
     def test_commands_take_names_on_the_hub(
         self, server: HubServer, torchstone: Command, llama_dir: Path, tmp_path: Path
     ) -> None:

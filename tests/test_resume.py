@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from selection import the_rest
 from torchstone import api
 from torchstone.checkpoint import manifest
 from torchstone.config import load_config
+from torchstone.data.loader import StepBatch
 from torchstone.errors import CheckpointError, StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.run import Callback, Run
@@ -167,6 +168,49 @@ def test_a_signal_around_a_validation(settings: Settings, chat_file: Path, tmp_p
     best = [(folder / "checkpoints/best.json").read_text() for folder in (stopped, whole)]
     assert best[0] == best[1]
     assert_same_run(whole, stopped, 6)
+
+
+class SignalInSet(Callback):
+    """Sends SIGTERM when the validation of a set begins, after a step."""
+
+    def __init__(self, step: int, name: str) -> None:
+        self.step, self.name = step, name
+
+    def on_start(self, run: Run) -> None:
+        batches = run.data.validation_batches
+
+        def signal_and_yield(name: str, *ranks: int) -> Iterator[StepBatch]:
+            if (run.progress.step, name) == (self.step, self.name):
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield from batches(name, *ranks)
+
+        run.data.validation_batches = signal_and_yield  # type: ignore[method-assign]
+
+
+def test_a_signal_between_two_validation_sets(
+    settings: Settings, chat_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """The validation of all sets is repeated. Another order of the sets is a change, because the first one decides."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    sets = {"new": str(chat_file), "old": str(text_file)}
+    changes = VALIDATION | {"data__validation_path": sets, "training__max_steps": 4}
+    api.train(load_config(overrides=chat_run(settings, chat_file, whole, **changes)))
+    overrides = chat_run(settings, chat_file, stopped, **changes)
+    with pytest.raises(StoppedBySignal):
+        api.train(load_config(overrides=overrides), callbacks=[SignalInSet(2, "old")])
+    state = manifest.read_json(stopped / "checkpoints/step-00000002/state.json")
+    assert (state["best_loss"], "val_loss" in state["pending_metrics"]) == (None, False)
+    api.train(load_config(overrides=overrides))
+    assert [line["step"] for line in exact_metrics(whole) if line["val_loss/old"] is not None] == [2, 4]
+    best = [(folder / "checkpoints/best.json").read_text() for folder in (stopped, whole)]
+    assert best[0] == best[1]
+    assert_same_run(whole, stopped, 4)
+
+    log = stopped / "logs/rank-0.log"
+    assert "changed since" not in log.read_text()
+    reverse = {"data.validation_path": dict(reversed(sets.items())), "training.max_steps": 5}
+    api.train(load_config(overrides=overrides | reverse))
+    assert f"data.validation_path {{'new': ['{chat_file}'], 'old': ['{text_file}']}} is now {{'old'" in log.read_text()
 
 
 def test_a_checkpoint_of_version_0_1_resumes_an_interrupted_validation(

@@ -316,7 +316,9 @@ def fixed_data(
 ) -> RunData:
     sizes = sizes or [len(lengths)]
     batch_sizes, samples = BatchSizes(batch_size, batch_size, None), FixedSamples(lengths)
-    return RunData(samples, samples, batch_sizes, ["a"], ["text"], sizes, weights or [], False, "", 0, RowCounts())
+    return RunData(
+        samples, {"": samples}, batch_sizes, ["a"], ["text"], sizes, weights or [], False, "", 0, RowCounts()
+    )
 
 
 class TestRunLength:

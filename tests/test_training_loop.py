@@ -28,6 +28,7 @@ from torchstone.checkpoint.manifest import commit_folder, list_checkpoints
 from torchstone.config import load_config
 from torchstone.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from torchstone.data.tokenize import Tokenizer
+from torchstone.demo.corpus import chat_rows
 from torchstone.errors import DataError, NumericalError, OutOfMemoryError, StoppedBySignal, UsageError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.run import Callback, Run, TrainResult
@@ -343,10 +344,68 @@ class TestValidation:
         assert checkpoint_steps(folder) == improvements
         assert result.val_loss == losses[-1]
 
+    def test_a_named_set_has_the_loss_of_a_run_with_that_set_alone(
+        self, settings: Settings, chat_file: Path, text_file: Path, tmp_path: Path
+    ) -> None:
+        class Losses(Callback):
+            def on_validation(self, run: Run, loss: float) -> None:
+                assert next(iter(run.val_losses.values())) == loss
+                self.last = dict(run.val_losses)
+
+        more = write_rows(tmp_path / "more.jsonl", chat_rows(5, seed=9))
+        sets = {"new": [str(chat_file), str(more)], "old": str(text_file)}
+        common = {"data__context_length": 64, "training__validate_every_steps": 2, "training__max_steps": 5}
+        overrides, losses = settings(data__validation_path=sets, **common), Losses()
+        result, lines, folder = train(overrides, losses)
+        keys = {"val_loss", "val_loss/new", "val_loss/old"}
+        assert [line.keys() & keys for line in lines] == [set(), keys, set(), keys, keys]
+        for name, paths in sets.items():
+            alone = settings(data__validation_path=paths, output_dir=str(tmp_path / name), **common)
+            lines_alone = train(alone)[1]
+            assert not any("val_loss/" in key for line in lines_alone for key in line)
+            expected = [line.get("val_loss") for line in lines_alone]
+            assert [line.get(f"val_loss/{name}") for line in lines] == expected
+            if name == "new":
+                assert [line.get("val_loss") for line in lines] == expected, "that of the first set"
+        assert losses.last == {name: lines[-1][f"val_loss/{name}"] for name in sets}
+        assert result.val_loss == lines[-1]["val_loss/new"]
+        log = (folder / "logs/rank-0.log").read_text()
+        assert re.search(r"35 of new \(val_loss\), \d+ of old held out", log)
+        text = f"Validation loss: new {losses.last['new']:.4f}, old {losses.last['old']:.4f}\n"
+        assert log.count(text) == 1
+        assert api.prepare(load_config(overrides=overrides))["validation_samples"] == sum(
+            int(number) for number in re.findall(r"(\d+) of (?:new|old)", log)
+        )
+
+    def test_the_first_named_set_decides_the_best_checkpoint_and_patience(
+        self, settings: Settings, chat_file: Path, text_file: Path, tmp_path: Path
+    ) -> None:
+        """Training on texts: the loss of conversations rises after a few steps, that of texts falls."""
+        common = {
+            "data__context_length": 64, "training__max_steps": 8, "training__validate_every_steps": 1,
+            "training__patience": 2, "checkpoint__save_best": True, "checkpoint__keep_last": 1,
+            "optim__learning_rate": 0.03, "optim__schedule": "constant",
+        }  # fmt: skip
+        sets = {"new": str(text_file), "old": str(chat_file)}
+        result, lines, folder = train(settings(data__validation_path=sets, **common))
+        assert (result.step, result.stopped) == (8, None)
+        assert json.loads((folder / "checkpoints/best.json").read_text())["step"] == 8
+        old = [line["val_loss/old"] for line in lines]
+        best = old.index(min(old)) + 1
+        assert best < 6, "this test needs a set that gets worse"
+
+        reverse = dict(reversed(sets.items()))
+        run = settings(data__validation_path=reverse, output_dir=str(tmp_path / "reverse"), **common)
+        result, lines, folder = train(run)
+        assert [line["val_loss"] for line in lines] == old[: best + 2], "the same training, which ends earlier"
+        assert str(result.stopped).endswith(f"the best is {min(old):.4f}, after step {best}")
+        marked = json.loads((folder / "checkpoints/best.json").read_text())
+        assert marked == {"step": best, "val_loss": min(old)}
+
     def test_validation_rows_are_not_trained_on(self, settings: Settings) -> None:
         class Rows(Callback):
             def on_start(self, run: Run) -> None:
-                self.train, self.validation = run.data.train.indices.tolist(), run.data.validation.indices.tolist()
+                self.train, self.validation = run.data.train.indices.tolist(), run.data.validation[""].indices.tolist()
 
         rows = Rows()
         train(settings(data__validation_split=0.25), rows)

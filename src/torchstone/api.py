@@ -303,7 +303,7 @@ def prepare_with_config(config: Config) -> dict[str, Any]:
         "formats": data.formats,
         "samples": len(data.train),
         "tokens": int(data.train.lengths.sum()),
-        "validation_samples": len(data.validation) if data.validation is not None else 0,
+        "validation_samples": sum(map(len, data.validation.values())),
         "bad_rows": data.counts.bad_rows,
         "dropped_rows": data.counts.dropped,
         "truncated_rows": data.counts.truncated_long,
@@ -670,8 +670,11 @@ def _describe_run(run: Run) -> list[str]:
         samples = run.schedule.end(run.progress)[1]
         epochs = f" ({samples / len(run.data.train):.2f} epochs)"
         mixture = run.data.describe_mixture(samples)
-    validation = "none held out" if run.data.validation is None else f"{len(run.data.validation)} held out"
-    if run.data.validation is not None and run.schedule.validation == Interval():
+    sets = [f"{len(samples)}{f' of {name}' if name else ''}" for name, samples in run.data.validation.items()]
+    if len(sets) > 1:
+        sets[0] += " (val_loss)"
+    validation = f"{', '.join(sets) or 'none'} held out"
+    if run.data.validation and run.schedule.validation == Interval():
         validation += " and never used (neither training.validate_at_end nor an interval is set)"
     warmup_steps = resolve_warmup_steps(steps, optim)
     return [

@@ -295,7 +295,7 @@ class Commands:
         if processes is not None:
             api.check_parallel_dims(resolved, processes)
         if pin is not None:
-            _check_not_an_input(pin, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
+            _check_not_an_input(pin, config, *(resolved.data.path or ()), *resolved.data.validation_paths)
             resolved = api.download_with_config(resolved, weights=True)
             write_text(pin, json.dumps(to_dict(resolved), indent=2) + "\n")
         _print_result(api.prepare_with_config(resolved), as_json)
@@ -326,7 +326,7 @@ class Commands:
         from torchstone.data.inspect import html_page, print_report
 
         if html is not None:
-            _check_not_an_input(html, config, *(resolved.data.path or ()), *(resolved.data.validation_path or ()))
+            _check_not_an_input(html, config, *(resolved.data.path or ()), *resolved.data.validation_paths)
         report = api.inspect_data_with_config(resolved, rows, tokens)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")

@@ -42,6 +42,7 @@ from torchstone.training.run import Callback, Run
 
 STEPS, SAMPLES = 6, 5
 VALIDATION_LIMIT = 1e-6
+VALIDATION_KEYS = ("val_loss", "val_loss/new", "val_loss/old")
 DP2, TP2, PP2 = {"parallel.dp_shard": 2}, {"parallel.tp": 2}, {"parallel.pp": 2}
 HSDP = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
 # A new model whose heads tp 2 does not divide.
@@ -207,11 +208,12 @@ def workspace(tmp_path_factory: Factory, tokenizer: Tokenizer) -> Workspace:
 def make_workspace(folder: Path, tokenizer: Tokenizer) -> Workspace:
     texts = list(corpus_rows(40))
     data = write_rows(folder / "text.jsonl", texts)
-    validation = write_rows(folder / "validation.jsonl", corpus_rows(7, seed=5))
+    sets = {"new": corpus_rows(7, seed=5), "old": corpus_rows(2, seed=6)}
+    validation = {name: str(write_rows(folder / f"{name}.jsonl", rows)) for name, rows in sets.items()}
     (most_common, _), *_ = Counter(i for row in texts for i in tokenizer.encode(row["text"])).most_common(1)
     model = make_llama(folder / "llama", tokenizer, pad_token_id=most_common)
     base = {
-        "model.path": str(model), "data.path": str(data), "data.validation_path": str(validation),
+        "model.path": str(model), "data.path": str(data), "data.validation_path": validation,
         "data.context_length": 32, "data.cache_dir": str(folder / "datasets"), "training.max_steps": STEPS,
         "training.global_batch_size": SAMPLES, "training.batch_size": 2, "training.validate_every_steps": 3,
         "checkpoint.every_steps": 3, "optim.learning_rate": 3e-3, "optim.eps": parity.FREE_RUNNING["eps"],
@@ -300,9 +302,10 @@ class TestTrain:
         for one, two in zip(workspace.metrics("single"), workspace.metrics("double"), strict=True):
             for key in ("lr", "tokens", "loss_tokens"):
                 assert two[key] == one[key]
-            assert ("val_loss" in two) == ("val_loss" in one) == (one["step"] % 3 == 0)
-            if "val_loss" in one:
-                assert parity.relative(two["val_loss"], one["val_loss"]) <= VALIDATION_LIMIT
+            for key in VALIDATION_KEYS:
+                assert (key in two) == (key in one) == (one["step"] % 3 == 0)
+                if key in one:
+                    assert parity.relative(two[key], one[key]) <= VALIDATION_LIMIT
         assert single.val_loss == workspace.metrics("single")[-1]["val_loss"]
 
     def test_callbacks_run_on_every_rank(
@@ -412,8 +415,9 @@ class TestResume:
         lines = workspace.metrics(name)
         assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
         assert workspace.loss_difference(name, "single") <= parity.FREE_LOSS_LIMIT
-        expected = workspace.metrics("single")[-1]["val_loss"]
-        assert parity.relative(lines[-1]["val_loss"], expected) <= parity.FREE_LOSS_LIMIT
+        for key in VALIDATION_KEYS:
+            expected = workspace.metrics("single")[-1][key]
+            assert parity.relative(lines[-1][key], expected) <= parity.FREE_LOSS_LIMIT
 
     def test_every_loaded_value_equals_the_saved_one(
         self, workspace: Workspace, resumed: dict[str, list[RankResult]]

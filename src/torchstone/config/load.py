@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import glob
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,6 +34,7 @@ from torchstone.config.schema import (
     PathText,
     Purpose,
     Range,
+    SetName,
     StepsText,
     validate,
 )
@@ -50,9 +53,11 @@ ALIASES = {
     "optim.lr": "optim.learning_rate",
     "max_steps": "training.max_steps",
 }
-# Keys whose value is a mapping, or a list of them.
-MAPPINGS = ("data.columns",)
-MAPPING_EXAMPLE = "prompt=question,completion=answer"
+# Keys whose value may be a mapping, with an example.
+MAPPINGS = {
+    "data.columns": "prompt=question,completion=answer",
+    "data.validation_path": "task_b=b.jsonl,task_a=a.jsonl",
+}
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
 NULL_WORDS = ("none", "null")
@@ -278,7 +283,13 @@ def _key_with_leaf(leaf: str) -> str | None:
 
 
 def _plain_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in pairs}
+    return {key: _plain_value(value) for key, value in pairs}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain_value(inner) for name, inner in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _read_settings(path: Path, origin: str | None = None) -> dict[str, Setting]:
@@ -305,7 +316,8 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
     if value is None and key in SECTION_HELP:
         # A section whose keys are all commented out.
         return []
-    if isinstance(value, Mapping) and key not in MAPPINGS and (value or key in SECTION_HELP):
+    is_mapping = key.replace("-", "_") in MAPPINGS
+    if isinstance(value, Mapping) and not is_mapping and (value or key in SECTION_HELP):
         return [pair for sub_key, inner in value.items() for pair in _flatten(f"{key}.{sub_key}", inner)]
     return [(key, value)]
 
@@ -410,6 +422,13 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         if not (name := _convert_plain(value, str, key)).strip():
             raise UsageError(f"{key} is empty", EMPTY_HINT)
         return os.path.expanduser(name)
+    if annotation == SetName:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name := _convert_plain(value, str, key)):
+            raise UsageError(
+                f"{key}: {name!r} cannot be a name",
+                f"use letters, digits, _, - and dots, as in {MAPPINGS[key]}; if it is a part of a path, begin with ./",
+            )
+        return name
     if origin is Annotated:
         base, *annotations = get_args(annotation)
         result = _convert(value, base, key)
@@ -440,16 +459,23 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
 def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
     if value is None or (isinstance(value, str) and value.lower() in NULL_WORDS):
         return None
-    (inner,) = [choice for choice in get_args(annotation) if choice is not type(None)]
+    inner, *mappings = [choice for choice in get_args(annotation) if choice is not type(None)]
+    if mappings and isinstance(value, str):
+        value = _read_named_paths(value, key)
+    if mappings and isinstance(value, Mapping):
+        if not value:
+            raise UsageError(f"{key} is empty", EMPTY_HINT)
+        return _convert(dict(value), mappings[0], key)
     return _convert(value, inner, key)
 
 
 def _convert_mapping(value: Any, annotation: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UsageError(f"{key} must be a mapping, not {value!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+        raise UsageError(f"{key} must be a mapping, not {value!r}", f"write it as --{key} {MAPPINGS[key]}")
     name_type, type_ = get_args(annotation)
+    choices = get_args(name_type) if get_origin(name_type) is Literal else ()
     for name, inner in value.items():
-        if name not in get_args(name_type) and inner in get_args(name_type):
+        if name not in choices and inner in choices:
             hint = f"did you mean {inner}={name}? The name in the row format comes first, then that of your column"
             raise UsageError(f"{key} cannot be {name!r}", hint)
     return {_convert(name, name_type, key): _convert(inner, type_, f"{key}.{name}") for name, inner in value.items()}
@@ -462,16 +488,64 @@ def _read_mappings(text: str, key: str) -> list[Any]:
     if text.strip().startswith(("{", "[")):
         value = read_yaml(text, f"--{key}").values
         return value if isinstance(value, list) else [value]
-    pairs = [[word.strip() for word in part.partition("=")[::2]] for part in text.split(",") if part.strip()]
+    pairs = _read_pairs([part for part in text.split(",") if part.strip()])
     if not all(name and value for name, value in pairs):
-        raise UsageError(f"{key} must be a mapping, not {text!r}", f"write it as --{key} {MAPPING_EXAMPLE}")
+        raise UsageError(f"{key} must be a mapping, not {text!r}", f"write it as --{key} {MAPPINGS[key]}")
     if len({name for name, _ in pairs}) < len(pairs):
         raise UsageError(f"{key} {text!r} has two columns for one name", "keep one of them")
     return [dict(pairs)] if pairs else []
 
 
+def _read_pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
+    return [(name.strip(), value.strip()) for name, _, value in (part.partition("=") for part in parts)]
+
+
+def _read_named_paths(text: str, key: str) -> Any:
+    """The mapping in `task_b=b.jsonl,task_a=a.jsonl`, or in YAML: `{task_b: [b1.jsonl, b2.jsonl]}`. Text without names
+    is returned as it is."""
+    text = text.strip()
+    if text.startswith("{") and text.endswith("}"):
+        return read_yaml(text, f"--{key}").values
+    parts = [part.strip() for part in text.split(",")]
+    unnamed = [part for part in parts if not _has_name(part, key)]
+    if len(unnamed) == len(parts) or "" in parts or text.startswith("["):
+        return text
+    pairs = _read_pairs(parts)
+    several = f"--{key} '{{{pairs[0][0]}: [a.jsonl, b.jsonl]}}'"
+    if unnamed:
+        hint = f"write it as --{key} {MAPPINGS[key]}; several paths of one set as {several}"
+        raise UsageError(f"{key}: {unnamed[0]!r} has no name, but other paths have one", hint)
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise UsageError(f"{key} {text!r} has a name twice", f"several paths of one set are {several}")
+    return dict(pairs)
+
+
+def _has_name(part: str, key: str) -> bool:
+    """Whether `part` is NAME=PATH. If a file has this name, as in year=2025/a.jsonl, it is the path of that file."""
+    name, equals, path = part.partition("=")
+    if not equals or "/" in name or ":" in name:
+        return False
+    if not _path_exists(part):
+        return True
+    if _path_exists(path):
+        raise UsageError(
+            f"{key}: {part!r} is a file, but also {path!r} with the name {name!r}",
+            f"write ./{part} for the file, or '{{{name}: {path}}}' for the name",
+        )
+    return False
+
+
+def _path_exists(path: str) -> bool:
+    """Whether a file, a folder or a match of a glob exists."""
+    # A NUL is refused later.
+    with suppress(ValueError):
+        path = os.path.expanduser(path)
+        return os.path.exists(path) or any(glob.iglob(path, recursive=True))
+    return False
+
+
 def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
-    if key in MAPPINGS:
+    if get_origin(get_args(annotation)[0]) is dict:
         value = _read_mappings(value, key) if isinstance(value, str) else [value] if isinstance(value, dict) else value
     if isinstance(value, str) and value.lstrip().startswith('["'):
         # The strings of a JSON list may have commas.
@@ -487,7 +561,8 @@ def _convert_tuple(value: Any, annotation: Any, key: str) -> tuple[Any, ...]:
             text = text[1:-1].strip()
         value = [part.strip() for part in text.split(",")] if text else []
     if not isinstance(value, list | tuple):
-        raise UsageError(f"{key} must be a list, not {value!r}", "write it as 0.9,0.95 or [0.9, 0.95]")
+        example = "a.jsonl,b.jsonl" if is_path else "0.9,0.95 or [0.9, 0.95]"
+        raise UsageError(f"{key} must be a list, not {value!r}", f"write it as {example}")
     if (is_path and not value) or ((is_path or is_text) and "" in value):
         raise UsageError(f"{key} {'has an empty part' if any(value) else 'is empty'}", EMPTY_HINT)
     if types_[-1] is Ellipsis:

@@ -163,6 +163,8 @@ EXPLANATIONS = {
     "load_in_8bit": "quantized base models are not in this version",
     "lora": "--tuning.method lora trains adapters; --tuning.lora_rank N and other keys of tuning set them",
     "lr_decay_iters": "the learning rate decays to the end of the run, at --training.max_steps N",
+    "metric_for_best_model": "the validation loss decides; of several sets that of the first, as in "
+    "--data.validation_path task_b=b.jsonl,task_a=a.jsonl",
     "optim": "--optim.name is adamw or muon; --optim.betas, --optim.eps and --optim.weight_decay set AdamW",
     "peft": "--tuning.method lora trains adapters; --tuning.lora_rank N and other keys of tuning set them",
     "push_to_hub": "torchstone export writes a Hugging Face folder; `hf upload` uploads it",

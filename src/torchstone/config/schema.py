@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Literal
 
 from torchstone.errors import UsageError
@@ -61,6 +62,8 @@ Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 1, exclude_max=True)]
 # A file or a folder, for some keys also a name on the hub: never empty, and ~ is the home folder.
 PathText = Annotated[str, "path"]
+# The name of a validation set: letters, digits, _, - and dots.
+SetName = Annotated[str, "name"]
 # A number, or a range such as 10-12.
 StepsText = Annotated[str, "steps"]
 ZeroStage = Annotated[int, Range(1, 3)]
@@ -172,8 +175,9 @@ class DataConfig:
     shuffle: bool = True
     """Draw samples in a random order, which depends only on training.seed and the epoch."""
 
-    validation_path: tuple[PathText, ...] | None = None
-    """Validation data, with the same choices as data.path; or demo:heldout."""
+    validation_path: tuple[PathText, ...] | dict[SetName, tuple[PathText, ...]] | None = None
+    """Validation data, with the same choices as data.path, or demo:heldout; task_b=b.jsonl,task_a=a.jsonl are two sets
+    with a loss each, and the first one decides checkpoint.save_best and training.patience."""
 
     validation_split: Fraction = 0.0
     """Share of data.path held out for validation, chosen by training.seed."""
@@ -186,6 +190,17 @@ class DataConfig:
 
     num_workers: WorkerCount = 1
     """Threads that build micro-batches ahead; 0 builds them in the training thread."""
+
+    @property
+    def validation_sets(self) -> dict[str, tuple[str, ...]]:
+        """The paths of each validation set by its name, which is empty if there is only one without a name."""
+        paths = self.validation_path or {}
+        return paths if isinstance(paths, dict) else {"": paths}
+
+    @property
+    def validation_paths(self) -> tuple[str, ...]:
+        """The paths of all validation sets."""
+        return tuple(chain(*self.validation_sets.values()))
 
 
 @dataclass(frozen=True)
@@ -687,7 +702,7 @@ RULES = [
         "data.columns",
         lambda c: any(
             len(c.data.columns) > 1 and len(c.data.columns) != len(paths)
-            for paths in (c.data.path or (), c.data.validation_path or c.data.columns)
+            for paths in (c.data.path or (), c.data.validation_paths or c.data.columns)
         ),
         "data.columns {c.data.columns} does not have one mapping for each path of data.path and data.validation_path",
         "give one mapping for all paths, or one per path",

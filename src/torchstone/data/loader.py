@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -69,10 +70,13 @@ class StepBatch:
 
 @dataclass
 class RunData:
-    """The samples to train and validate on. `packed`: whether a row may hold several sequences."""
+    """The samples to train and validate on. `packed`: whether a row may hold several sequences.
+
+    `validation` has the samples of each validation set by its name, which is empty for one without a name.
+    """
 
     train: Samples
-    validation: Samples | None
+    validation: dict[str, Samples]
     batch_sizes: BatchSizes
     names: list[str]
     formats: list[RowFormat]
@@ -125,12 +129,11 @@ class RunData:
 
         return _build_ahead(build, draws(), config.data.num_workers)
 
-    def validation_batches(self, dp_rank: int = 0, dp: int = 1) -> Iterator[StepBatch]:
-        assert self.validation is not None
-        size = self.batch_sizes.global_batch_size
-        for start in range(0, len(self.validation), size):
-            indices = np.arange(start, min(start + size, len(self.validation)))
-            yield self.step_batch(self.validation, indices, start, dp_rank, dp)
+    def validation_batches(self, name: str, dp_rank: int = 0, dp: int = 1) -> Iterator[StepBatch]:
+        samples, size = self.validation[name], self.batch_sizes.global_batch_size
+        for start in range(0, len(samples), size):
+            indices = np.arange(start, min(start + size, len(samples)))
+            yield self.step_batch(samples, indices, start, dp_rank, dp)
 
     def step_batch(
         self, samples: Samples, indices: np.ndarray, first_sample: int, dp_rank: int = 0, dp: int = 1
@@ -156,13 +159,14 @@ def load_data(
     config: Config,
     tokenizer: Tokenizer,
     train: Sequence[str],
-    validation: Sequence[str] | None,
+    validation: Mapping[str, Sequence[str]],
     console: Console,
     dp: int = 1,
     tp: int = 1,
     pad_to_buckets: bool = False,
 ) -> RunData:
-    """Tokenizes what is not tokenized yet, and lays out the samples. `pad_to_buckets`: as a GPU prefers it."""
+    """Tokenizes what is not tokenized yet, and lays out the samples. `validation` has the paths of each validation set.
+    `pad_to_buckets`: as a GPU prefers it."""
     data, seed = config.data, config.training.seed
     sources = open_sources(data, train)
     is_text = all(source.row_format in TEXT_FORMATS for source in sources)
@@ -177,19 +181,16 @@ def load_data(
     caches = [tokenize_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
     splits = [split_validation(cache.origins, data.validation_split, seed, cache.source.num_texts) for cache in caches]
     train_parts = [_make_samples(data, cache, split[0]) for cache, split in zip(caches, splits, strict=True)]
-    validation_parts = [
+    held_out = [
         _make_samples(data, cache, split[1]) for cache, split in zip(caches, splits, strict=True) if len(split[1])
     ]
-    if validation is not None:
-        for source in open_sources(data, validation, is_validation=True):
-            cache = tokenize_source(data, source, tokenizer, console)
-            validation_parts.append(_make_samples(data, cache, np.arange(len(cache))))
+    validation_parts = {"": held_out} if held_out else _validation_samples(data, validation, tokenizer, console)
     counts = RowCounts()
     for cache in caches:
         counts.add(cache.counts)
     return RunData(
         train=concat_samples(train_parts),
-        validation=concat_samples(validation_parts) if validation_parts else None,
+        validation={name: concat_samples(parts) for name, parts in validation_parts.items()},
         batch_sizes=batch_sizes,
         names=[source.title for source in sources],
         formats=[source.row_format for source in sources],
@@ -200,9 +201,27 @@ def load_data(
         pad_id=tokenizer.pad_id,
         counts=counts,
         shapes=_batch_shapes(
-            batch_sizes, [*train_parts, *validation_parts], dp, _length_multiple(config, tp), pad_to_buckets
+            batch_sizes,
+            [*train_parts, *chain(*validation_parts.values())],
+            dp,
+            _length_multiple(config, tp),
+            pad_to_buckets,
         ),
     )
+
+
+def _validation_samples(
+    data: DataConfig, validation: Mapping[str, Sequence[str]], tokenizer: Tokenizer, console: Console
+) -> dict[str, list[Samples]]:
+    """The samples of every path, by the name of its validation set."""
+    names = [name for name, paths in validation.items() for _ in paths]
+    # All paths at once: data.columns may have one mapping for each.
+    sources = open_sources(data, list(chain(*validation.values())), is_validation=True) if validation else []
+    samples: dict[str, list[Samples]] = {}
+    for name, source in zip(names, sources, strict=True):
+        cache = tokenize_source(data, source, tokenizer, console)
+        samples.setdefault(name, []).append(_make_samples(data, cache, np.arange(len(cache))))
+    return samples
 
 
 def _length_multiple(config: Config, tp: int) -> int:

@@ -42,12 +42,22 @@ def step_line(metrics: dict[str, Any], total: int | None, eta: str) -> str:
     if metrics.get("mfu") is not None:
         line += f" | MFU: {100 * metrics['mfu']:.1f} %"
     line += f" | Memory: {metrics['memory'] / 2**30:.1f} GiB"
-    return line if "val_loss" not in metrics else f"{line} | Validation loss: {metrics['val_loss']:.4f}"
+    return line if "val_loss" not in metrics else f"{line} | Validation loss: {validation_text(metrics)}"
 
 
-def bar_text(metrics: dict[str, Any], total: int | None, eta: str, val_loss: float | None) -> str:
-    """The text beside the progress bar: two lines, short enough for 80 columns."""
-    validation = "" if val_loss is None else f"  val loss {val_loss:.4f}"
+def validation_text(metrics: dict[str, Any]) -> str:
+    """`5.8243`, or with the names of several sets `task_b 5.8243, task_a 6.1582`."""
+    losses = {key.removeprefix("val_loss/"): loss for key, loss in metrics.items() if key.startswith("val_loss/")}
+    return ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()) or f"{metrics['val_loss']:.4f}"
+
+
+def bar_text(metrics: dict[str, Any], total: int | None, eta: str, val_loss: str | None) -> str:
+    """The text beside the progress bar: two lines, short enough for 80 columns, and a third for named validation sets.
+
+    `val_loss` is the `validation_text` of the last validation.
+    """
+    separator = "\n" if val_loss is not None and " " in val_loss else "  "
+    validation = "" if val_loss is None else f"{separator}val loss {val_loss}"
     mfu = "" if metrics.get("mfu") is None else f"  MFU {100 * metrics['mfu']:.1f} %"
     return (
         f"{metrics['step']}/{total or '-'}  loss {metrics['loss']:.4f}  norm {metrics['grad_norm']:.2f}  "
@@ -107,7 +117,7 @@ class Console:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None
-        self._val_loss: float | None = None
+        self._val_loss: str | None = None
 
     @property
     def terminal(self) -> TextIO:
@@ -201,7 +211,7 @@ class Console:
         labeled = f"{self._step_label}{text}"
         self.log(labeled, "INFO")
         if self._bar is not None and self._task is not None:
-            self._val_loss = metrics.get("val_loss", self._val_loss)
+            self._val_loss = validation_text(metrics) if "val_loss" in metrics else self._val_loss
             state = bar_text(metrics, self._total, eta, self._val_loss)
             self._bar.update(self._task, completed=metrics["step"], state=state)
             if "val_loss" in metrics:

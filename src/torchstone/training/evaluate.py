@@ -71,7 +71,7 @@ def evaluate_file(
     console: Console,
 ) -> dict[str, Any]:
     """`loss` per token over `tokens`, and for conversations the `exact_match` over the answered rows."""
-    data = load_data(config, tokenizer, [path], None, console)
+    data = load_data(config, tokenizer, [path], {}, console)
     (row_format,) = data.formats
     has_answers = row_format in (*CHAT_FORMATS, "prompt")
     if not has_answers and (options.pattern is not None or options.max_new_tokens is not None):

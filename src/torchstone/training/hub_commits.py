@@ -37,9 +37,7 @@ def pin_hub_names(config: Config, console: Console, weights: bool = False) -> Co
         name = _keep_commit(name, saved or [], console)
         return str(hub.download_model(name, console, weights, model.trust_remote_code).name)
 
-    def pin_data(texts: Sequence[str] | None) -> tuple[str, ...] | None:
-        if texts is None:
-            return None
+    def pin_data(texts: Sequence[str]) -> tuple[str, ...]:
         names = [(text, hub.parse_data(text)) for text in texts]
         return tuple(
             text
@@ -48,17 +46,19 @@ def pin_hub_names(config: Config, console: Console, weights: bool = False) -> Co
             for text, name in names
         )
 
+    path = None if data.path is None else pin_data(data.path)
+    sets = {name: pin_data(paths) for name, paths in data.validation_sets.items()}
     return replace(
         config,
         model=replace(model, path=pin_model(model.path, weights), tokenizer=pin_model(model.tokenizer, False)),
-        data=replace(data, path=pin_data(data.path), validation_path=pin_data(data.validation_path)),
+        data=replace(data, path=path, validation_path=sets.get("", sets) or None),
     )
 
 
 def hub_names(config: Config) -> list[str]:
     """The names in a config that are on the hub."""
     models = [name for name in (config.model.path, config.model.tokenizer) if name is not None]
-    data = (*(config.data.path or ()), *(config.data.validation_path or ()))
+    data = (*(config.data.path or ()), *config.data.validation_paths)
     return [name for name in models if hub.parse_model(name)] + [name for name in data if hub.parse_data(name)]
 
 

@@ -174,11 +174,10 @@ def _open_lines(run: Run, path: Path) -> MetricsFile:
 def _validate_log_save(run: Run, log: StepLog) -> None:
     """After a step: validates if due, writes the metrics line, samples text and saves a checkpoint if due."""
     schedule, progress, metrics, step_samples = run.schedule, run.progress, log.metrics, log.metrics["samples"]
-    if run.data.validation is not None and schedule.is_due(
-        schedule.validation, progress, step_samples, _is_final_step(run)
-    ):
+    if run.data.validation and schedule.is_due(schedule.validation, progress, step_samples, _is_final_step(run)):
         try:
             metrics["val_loss"] = _validate(run, log.callbacks)
+            metrics |= {f"val_loss/{name}": loss for name, loss in run.val_losses.items() if name}
             run.sync_stop_request()
         except ValidationInterruptedError:
             progress.pending_metrics = metrics
@@ -229,8 +228,10 @@ class ValidationInterruptedError(Exception):
 
 
 def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
-    def batches() -> Iterator[StepBatch]:
-        for batch in run.data.validation_batches(run.ctx.dp_rank, run.ctx.dims.dp):
+    """Computes the loss of every validation set, and returns that of the first one, which decides."""
+
+    def batches(name: str) -> Iterator[StepBatch]:
+        for batch in run.data.validation_batches(name, run.ctx.dp_rank, run.ctx.dims.dp):
             run.sync_stop_request()
             if run.stop_request.signal is not None:
                 raise ValidationInterruptedError
@@ -238,12 +239,14 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
             yield batch
 
     start_time = time.perf_counter()
-    loss, _ = validation_loss(run.runner, batches())
-    if not math.isfinite(loss):
-        raise NumericalError(
-            f"the validation loss after step {run.progress.step} is {loss}",
-            "resume from an earlier checkpoint with a lower --optim.learning_rate",
-        )
+    losses = {name: validation_loss(run.runner, batches(name))[0] for name in run.data.validation}
+    for name, loss in losses.items():
+        if not math.isfinite(loss):
+            raise NumericalError(
+                f"the validation loss{f' of {name}' if name else ''} after step {run.progress.step} is {loss}",
+                "resume from an earlier checkpoint with a lower --optim.learning_rate",
+            )
+    run.val_losses, loss = losses, next(iter(losses.values()))
     run.progress.count_validation(loss)
     for callback in callbacks:
         callback.on_validation(run, loss)

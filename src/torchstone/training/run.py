@@ -46,6 +46,8 @@ class Run:
     checkpoint: Path | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
+    # The losses of the last validation, by the name of the set.
+    val_losses: dict[str, float] = field(default_factory=dict)
     # What the model continues every observe.sample_every_steps steps, and where the texts go.
     sample_prompts: list[Prompt] = field(default_factory=list)
     samples_file: MetricsFile | None = None
@@ -136,7 +138,7 @@ class Callback:
         next step then waits until this one is computed."""
 
     def on_validation(self, run: Run, loss: float) -> None:
-        """After a validation."""
+        """After a validation. `loss` is that of the first set, `run.val_losses` has those of all sets by name."""
 
     def on_checkpoint(self, run: Run, folder: Path) -> None:
         """When a checkpoint is on the disk."""

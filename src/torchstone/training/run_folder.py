@@ -138,9 +138,14 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
     lines = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
+        is_same = before == after
         if isinstance(before, dict) and isinstance(after, dict):
-            lines += _differences(before, after, f"{prefix}{key}.")
-        elif before != after:
+            if not prefix:
+                lines += _differences(before, after, f"{key}.")
+                continue
+            # The order of validation sets counts, too: the first one decides.
+            is_same = list(before.items()) == list(after.items())
+        if not is_same:
             lines.append(f"{prefix}{key} {before} is now {after}")
     return lines
 

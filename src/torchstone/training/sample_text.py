@@ -107,7 +107,7 @@ def _encode(text: str, data: RunData, tokenizer: Tokenizer) -> list[int]:
 
 def _first_sequences(data: RunData) -> Iterator[TokenSequence]:
     """The first conversations or documents. A row of packed text may start in the middle of one."""
-    samples = data.train if data.validation is None else data.validation
+    samples = next(iter(data.validation.values()), data.train)
     for index in range(min(len(samples), MAX_ROWS)):
         sequences = samples.get(index)
         yield from sequences if index == 0 or len(sequences) == 1 else sequences[1:]

@@ -91,7 +91,7 @@ def plan_schedule(config: Config, data: RunData, progress: Progress) -> Training
     steps, samples = _run_length(config.training, data, config.data.shuffle, progress)
     training, checkpoint = config.training, config.checkpoint
     validation = Interval()
-    if data.validation is not None:
+    if data.validation:
         every = _in_samples(training.validate_every_samples, training.validate_every_epochs, data)
         validation = Interval(training.validate_every_steps, every, training.validate_at_end)
     every = _in_samples(checkpoint.every_samples, checkpoint.every_epochs, data)

@@ -180,8 +180,9 @@ def open_data(
     assert config.data.path is not None
     cache_dir = Path(config.data.cache_dir)
     train = [data_file(name, cache_dir) for name in config.data.path]
-    validation_path = config.data.validation_path
-    validation = None if validation_path is None else [data_file(name, cache_dir) for name in validation_path]
+    validation = {
+        name: [data_file(path, cache_dir) for path in paths] for name, paths in config.data.validation_sets.items()
+    }
     return load_data(config, tokenizer, train, validation, console, ctx.dims.dp, ctx.dims.tp, pad_to_buckets)
 
 
