@@ -59,6 +59,8 @@ class Shape:
     precision: str = "bf16"
     # LoRA of all linears of the blocks; alpha is twice the rank. It starts from a folder too.
     lora_rank: int | None = None
+    # OSFT of all linears of the blocks, which trains the rest as well, as mini_trainer does.
+    osft_ratio: float | None = None
     arms: tuple[str, ...] = ("torchstone", "transformers", "torchtitan")
 
 
@@ -81,6 +83,9 @@ SHAPES = {
     ),
     "lora": Shape(
         32, 4096, 32, 8, 14336, 128256, False, rows=4, length=4096, lora_rank=16, arms=("torchstone", "transformers")
+    ),
+    "osft": Shape(
+        **LLAMA_1B, rows=50, length=4096, packed_tokens=32768, osft_ratio=0.25, arms=("torchstone", "mini_trainer")
     ),
     "100m": Shape(12, 768, 12, 12, 2048, 32000, True, 2, 256, precision="fp32", arms=("torchstone", "transformers")),
     "tiny": Shape(**TINY, rows=8, length=64, precision="fp32", arms=("torchstone", "transformers")),
@@ -223,6 +228,9 @@ def torchstone_command(job: dict[str, Any], folder: Path, flags: list[str]) -> l
         command += ["--data.packing", "false", "--training.batch_size", str(job["rows"])]
     if job["lora_rank"] is not None:
         command += ["--tuning.method", "lora", "--tuning.lora_rank", str(job["lora_rank"])]
+    if job["osft_ratio"] is not None:
+        command += ["--tuning.method", "osft", "--tuning.unfreeze_rank_ratio", str(job["osft_ratio"])]
+        command += ["--tuning.osft_train_rest", "true"]
     if job["precision"] == "bf16-pure" and "--training.precision" not in flags:
         command += ["--training.precision", "bf16-pure"]
     if job["recompute"] and "--model.recompute" not in flags:

@@ -111,7 +111,9 @@ def test_how_many_directions_are_frozen() -> None:
 
 
 def plan_for(folder: Path, ratio: float = 0.25, **settings: Any) -> OsftPlan:
+    """The rest is trained as well."""
     values = {"model.path": str(folder), "tuning.method": "osft", "tuning.unfreeze_rank_ratio": ratio}
+    values |= {"tuning.osft_train_rest": True}
     config = load_config(overrides=values | {"data.path": "x", "output_dir": "x"} | settings)
     plan = plan_tuning(config, folder, None, ExecutionOptions())
     assert isinstance(plan, OsftPlan)
@@ -331,7 +333,8 @@ def test_every_layout_computes_the_same(processes: int, tmp_path: Path) -> None:
 @pytest.fixture
 def osft_settings(base_run: Path, settings: Settings) -> Settings:
     def make(**changes: Any) -> dict[str, Any]:
-        values = settings(**({"tuning__method": "osft", "optim__learning_rate": 1e-2} | changes))
+        osft = {"tuning__method": "osft", "tuning__osft_train_rest": True, "optim__learning_rate": 1e-2}
+        values = settings(**(osft | changes))
         for key in ("model.depth", "model.width", "model.heads", "model.tokenizer"):
             del values[key]
         return {"model.path": str(base_run)} | values
@@ -397,7 +400,9 @@ class TestRuns:
 
     def test_the_fallback_in_one_and_two_processes(self, settings: Settings, tmp_path: Path) -> None:
         folder = make_fallback(tmp_path / "neox")
-        values = settings(tuning__method="osft", optim__learning_rate=1e-2, model__path=str(folder))
+        values = settings(
+            tuning__method="osft", tuning__osft_train_rest=True, optim__learning_rate=1e-2, model__path=str(folder)
+        )
         for key in ("model.depth", "model.width", "model.heads"):
             del values[key]
         api.train(overrides=values)
@@ -509,7 +514,10 @@ class TestSingularVectors:
     [
         ({"tuning.osft_targets": ["w_proj"]}, "the model has no module w_proj"),
         ({"tuning.unfreeze_rank_ratio": 1.5}, "unfreeze_rank_ratio"),
-        ({"tuning.method": "lora", "tuning.unfreeze_rank_ratio": 0.5}, "tuning.unfreeze_rank_ratio is for OSFT"),
+        (
+            {"tuning.method": "lora", "tuning.osft_train_rest": False, "tuning.unfreeze_rank_ratio": 0.5},
+            "tuning.unfreeze_rank_ratio is for OSFT",
+        ),
         ({"training.precision": "bf16-pure"}, "in bf16 nothing stays orthogonal"),
         ({"optim.name": "muon"}, "optim.name muon does not work with tuning.method osft"),
         (

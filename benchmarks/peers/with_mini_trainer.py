@@ -37,10 +37,13 @@ def arm(job: Job) -> dict[str, Any]:
         "max-tokens-per-gpu": job["packed_tokens"], "learning-rate": job["learning_rate"], "output-dir": folder,
         "training-mode": "step", "max-steps": job["steps"], "beta1": BETAS[0], "beta2": BETAS[1],
     }  # fmt: skip
+    if job["osft_ratio"] is not None:
+        settings |= {"osft-unfreeze-rank-ratio": job["osft_ratio"]}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += [
         mini_trainer.train.__file__,
         "--use-liger-kernels",
+        *(["--osft"] if job["osft_ratio"] is not None else []),
         *(f"--{key}={value}" for key, value in settings.items()),
     ]
     # Without a network it would wait for the hub.

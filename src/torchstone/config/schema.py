@@ -347,8 +347,8 @@ class TuningConfig:
     osft_targets: tuple[str, ...] = ("all-linear",)
     """OSFT: linears of which a part is frozen, named as in lora_targets."""
 
-    osft_train_rest: bool = True
-    """OSFT: also train the parameters that are no target: embeddings, norms, biases and head."""
+    osft_train_rest: bool = False
+    """OSFT: also train all of the parameters that are no targets: embeddings, norms, biases and head."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The built-in data and tokenizer: `demo:corpus`, `demo:chat`, `demo:heldout` and `demo:tokenizer`.
+"""The built-in data and tokenizer: `demo:corpus`, `demo:chat`, `demo:numbers`, what is held out of the last two
+(`demo:heldout` and `demo:numbers-heldout`), and `demo:tokenizer`.
 
 They are files, generated on first use and kept with the token cache.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchstone import atomic
-from torchstone.demo.corpus import chat_rows, corpus_rows
+from torchstone.demo.corpus import chat_rows, corpus_rows, number_rows
 from torchstone.errors import UsageError
 
 # Increased whenever the rows or the tokenizer change.
@@ -23,6 +24,8 @@ DATA: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "corpus": lambda: corpus_rows(24000),
     "chat": lambda: chat_rows(24000),
     "heldout": lambda: chat_rows(400, seed=3, held_out=True),
+    "numbers": lambda: number_rows(24000),
+    "numbers-heldout": lambda: number_rows(400, seed=5, held_out=True),
 }
 
 TEMPLATE = (

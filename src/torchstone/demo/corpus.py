@@ -3,14 +3,14 @@
 The task is about the letters (reverse, first, last, count) of made-up words. A small model can learn such a rule in two
 minutes, but not facts or sums. A tenth of all words, chosen by a hash of the word, is held out of the corpus
 and the training questions, so a right answer about one of them shows the rule, not memory. Words are in capitals, which
-the tokenizer keeps as single letters.
+the tokenizer keeps as single letters. A second task, about the digits of numbers, is there to be learned after it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 CONSONANTS = "BCDFGHJKLMNPRSTVWZ"
@@ -43,6 +43,14 @@ def make_word(rng: random.Random, held_out: bool = False) -> str:
             return word
 
 
+def make_number(rng: random.Random, held_out: bool = False) -> str:
+    """Three to seven digits, from the held-out tenth or from the rest."""
+    while True:
+        number = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 7)))
+        if is_held_out(number) == held_out:
+            return number
+
+
 def is_held_out(word: str) -> bool:
     """The same for a word and its reverse, because each is the answer to the other."""
     return hashlib.sha256(min(word, word[::-1]).encode()).digest()[0] % HELD_OUT_SHARE == 0
@@ -57,18 +65,34 @@ def corpus_rows(count: int, seed: int = 1) -> Iterator[dict[str, Any]]:
 
 def chat_rows(count: int, seed: int = 2, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """Questions about one word each, the four tasks in turn, without duplicates."""
+    return _question_rows(count, seed, held_out, make_word, TASKS, QUESTIONS)
+
+
+def number_rows(count: int, seed: int = 4, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Questions about the digits of one number each, two tasks in turn, without duplicates."""
+    return _question_rows(count, seed, held_out, make_number, NUMBER_TASKS, NUMBER_QUESTIONS)
+
+
+def _question_rows(
+    count: int,
+    seed: int,
+    held_out: bool,
+    make: Callable[[random.Random, bool], str],
+    tasks: dict[str, Callable[[str], str]],
+    wordings: Mapping[str, tuple[str, ...]],
+) -> Iterator[dict[str, Any]]:
     rng = random.Random(seed)
     questions: set[str] = set()
     while len(questions) < count:
-        task = list(TASKS)[len(questions) % len(TASKS)]
-        word = make_word(rng, held_out)
-        question = rng.choice(QUESTIONS[task]).format(word=word)
+        task = list(tasks)[len(questions) % len(tasks)]
+        word = make(rng, held_out)
+        question = rng.choice(wordings[task]).format(word=word)
         if question not in questions:
             questions.add(question)
             yield {
                 "messages": [
                     {"role": "user", "content": question},
-                    {"role": "assistant", "content": TASKS[task](word)},
+                    {"role": "assistant", "content": tasks[task](word)},
                 ],
                 "task": task,
             }
@@ -86,6 +110,13 @@ QUESTIONS = {
     "first": ("First letter of {word}?", "Which letter does {word} begin with?", "How does {word} start?"),
     "last": ("Last letter of {word}?", "Which letter does {word} end with?", "How does {word} end?"),
     "count": ("How many letters has {word}?", "Count the letters of {word}.", "How long is {word}?"),
+}
+
+NUMBER_TASKS: dict[str, Callable[[str], str]] = {"largest": max, "smallest": min}
+
+NUMBER_QUESTIONS = {
+    "largest": ("Largest digit of {word}?", "Which digit of {word} is the largest?"),
+    "smallest": ("Smallest digit of {word}?", "Which digit of {word} is the smallest?"),
 }
 
 STATEMENTS = (
