@@ -605,3 +605,42 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "no-such-compiler")))
     with pytest.raises(UsageError, match=r"model\.compile needs a C\+\+ compiler on a CPU"):
         check_model_folder(make_llama(tmp_path / "model"), CPU, torch.float32, ExecutionOptions(compile="block"))
+
+
+class TestOrthogonalSubspace:
+    """OSFT (tests/test_osft.py has the training)."""
+
+    def test_an_initialized_model_is_the_base_model(self, settings: Settings, base_run: Path) -> None:
+        run = self._build(settings, base_run)
+        ids = torch.arange(16)[None]
+        assert torch.equal(run.model.module(ids, ids), load_model(base_run, CPU).module(ids, ids))
+
+    def test_a_quarter_of_every_linear_is_trained_and_nothing_else(self, settings: Settings, base_run: Path) -> None:
+        run = self._build(settings, base_run)
+        shapes = {name: tuple(p.shape) for name, p in run.model.named_parameters()}
+        trained = {name for name, _ in run.model.trained_parameters()}
+        assert trained == {name for name in shapes if name.endswith("osft_Z")}
+        assert len(trained) == 2 * 7
+        for name in trained:
+            weight = shapes[f"{name.partition('.adapters.')[0]}.weight"]
+            assert shapes[name] == (max(weight), min(weight) // 4)
+
+    def test_the_optimizer_and_the_projection_have_the_trained_factors(
+        self, settings: Settings, base_run: Path
+    ) -> None:
+        run = self._build(settings, base_run)
+        trained = [parameter for _, parameter in run.model.trained_parameters()]
+        assert {id(p) for group in run.optimizer.param_groups for p in group["params"]} == set(map(id, trained))
+        assert run.runner.projection is not None
+        bases = {id(each.parameter): each.basis for each in run.runner.projection.bases}
+        assert bases.keys() == set(map(id, trained))
+        for parameter in trained:
+            basis = bases[id(parameter)]
+            assert basis.shape == (len(parameter), 3 * parameter.shape[1])
+            assert (basis.t() @ basis - torch.eye(basis.shape[1])).abs().max() < 1e-6
+
+    def _build(self, settings: Settings, base_run: Path) -> Run:
+        values = settings(tuning__method="osft", tuning__unfreeze_rank_ratio=0.25, model__path=str(base_run))
+        for key in ("model.depth", "model.width", "model.heads", "model.tokenizer"):
+            del values[key]
+        return build_run(load_config(overrides=values), Console("quiet"), CPU)
