@@ -14,9 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
-# torchao, for the tests of FP8, prints warnings when Transformers imports it.
+# torchao and bitsandbytes, for the tests of FP8 and of quantized weights. torchao prints warnings when Transformers imports it.
 $(TEST_STAMP): $(STAMP)
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,torchao]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,torchao,bitsandbytes]"
 	touch $(TEST_STAMP)
 
 demo: $(STAMP)

@@ -143,15 +143,20 @@ class LoraSide:
     """Our step on the protocol's micro-batches; tensors are by PEFT's names."""
 
     def __init__(self, folder: Path, adapter: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> None:
-        self.model, settings = load_ours(folder, adapter, execution=execution), parity.FREE_RUNNING
+        self.model = load_ours(folder, adapter, execution=execution)
+        self.gradients: dict[str, Tensor] = {}
+        self.names = WEIGHT_NAMES.get(self.model.hf_config["model_type"], FALLBACK_NAMES)
+        self.rebuild_optimizer()
+
+    def rebuild_optimizer(self) -> None:
+        """Call it if the model is another one."""
+        settings = parity.FREE_RUNNING
         self.lr = settings["lr"]
         optim = OptimConfig(
             learning_rate=self.lr, betas=settings["betas"], eps=settings["eps"], weight_decay=WEIGHT_DECAY
         )
         self.optimizer = build_optimizer(self.model.trained_parameters(), optim, self.model.parameter_kinds())
-        self.gradients: dict[str, Tensor] = {}
         self.optimizer.register_step_pre_hook(lambda *_: self._keep_gradients())
-        self.names = WEIGHT_NAMES.get(self.model.hf_config["model_type"], FALLBACK_NAMES)
 
     def _keep_gradients(self) -> None:
         self.gradients = {self._peft_name(name): p.grad.clone() for name, p in self.model.trained_parameters()}

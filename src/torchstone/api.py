@@ -65,7 +65,7 @@ from torchstone.errors import TorchstoneError, UsageError
 from torchstone.models.choice import AS_REQUESTED
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, check_fallback_execution
 from torchstone.models.families import family_of
-from torchstone.models.model import Model
+from torchstone.models.model import FallbackModel, Model
 from torchstone.models.sizing import build_sized_decoder_config, build_sized_hf_config, parameter_count
 from torchstone.observe.console import Console
 from torchstone.optim.schedule import resolve_warmup_steps
@@ -692,9 +692,10 @@ def _describe_run(run: Run) -> list[str]:
 def _trained_text(model: Model, precision: str) -> str:
     if model.tuning is None:
         return f"all {model.parameter_count / 1e6:.2f}M parameters in {PRECISION_TEXTS[precision]}"
-    if model.decoder_config is None:
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
+    if isinstance(model, FallbackModel):
+        shapes = model.parameter_shapes
     else:
+        assert model.decoder_config is not None
         shapes = decoder_shapes(model.decoder_config)
     counts = model.tuning.count_parameters(shapes)
     kinds = ", ".join(f"{kind} {_millions(count)}" for kind, count in counts.items())

@@ -63,9 +63,9 @@ SUPPORTED = {
 }
 # Initializations that change the base model, so that the adapter alone does not describe the result.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# In the file's metadata: the ranks of the projections whose factors are stacked in a linear, and the fingerprint of the
-# base model (`fingerprint`).
-STACKED, BASE = "torchstone_stacked", "torchstone_base"
+# In the file's metadata: the ranks of the projections whose factors are stacked in a linear; of the base model, its
+# fingerprint (`fingerprint`) and how its linears were quantized.
+STACKED, BASE, QUANTIZATION = "torchstone_stacked", "torchstone_base", "torchstone_base_quantization"
 # Values of a row that count in a fingerprint.
 FINGERPRINT_COLUMNS = 64
 # By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
@@ -85,6 +85,8 @@ class AdapterTensors:
     # The base model: as adapter_config.json names it, and its fingerprint if the adapter is one of ours.
     base: str | None = None
     base_fingerprint: str | None = None
+    # How the linears of the base were quantized, and the dtype that was computed in, such as nf4/bfloat16.
+    base_quantization: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -179,9 +181,9 @@ def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> Adapte
         scale = _scale(config, hf_name.removesuffix(".weight"), sum(ranks[part] for part in parts))
         linears |= {part: LoraSpec(ranks[part], scale) for part in parts}
     saved = {name: tensor for name, tensor in tensors.items() if name not in factors}
-    base_fingerprint = read_json_or_empty(folder / STATE_FILE).get("base_fingerprint")
-    adapter = _adapter_of(config, adapter_name, linears)
-    return AdapterTensors(adapter, factors, saved, base_name(config), base_fingerprint)
+    state = read_json_or_empty(folder / STATE_FILE)
+    adapter, recorded = _adapter_of(config, adapter_name, linears), ("base_fingerprint", "base_quantization")
+    return AdapterTensors(adapter, factors, saved, base_name(config), *(state.get(key) for key in recorded))
 
 
 def _adapter_of(config: dict[str, Any], name: str, linears: Mapping[str, LoraSpec]) -> LoraAdapter:
@@ -234,7 +236,8 @@ def read_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name:
         problem = "has no factors" if not factors else "does not fit the model"
         raise CheckpointError(f"{folder}: the adapter {problem}", list_names(unknown=unknown, shape=wrong) or None)
     adapter = _adapter_of(config, adapter_name, linears)
-    return AdapterTensors(adapter, factors, saved, base_name(config), file.metadata.get(BASE))
+    recorded = (file.metadata.get(key) for key in (BASE, QUANTIZATION))
+    return AdapterTensors(adapter, factors, saved, base_name(config), *recorded)
 
 
 def _check_tied_head(folder: Path, saved: dict[str, Tensor], is_tied: bool) -> None:
@@ -287,6 +290,8 @@ def write_adapter(
         metadata[STACKED] = json.dumps(stacked_ranks)
     if tensors.base_fingerprint is not None:
         metadata[BASE] = tensors.base_fingerprint
+    if tensors.base_quantization is not None:
+        metadata[QUANTIZATION] = tensors.base_quantization
     write_tensors(folder / WEIGHTS_FILE, {name: tensor.contiguous() for name, tensor in stored.items()}, metadata)
     write_adapter_config(folder, tensors.adapter, names, saved, tensors.base, average)
     return warnings

@@ -7,19 +7,29 @@ with the source, and the logits of a fixed text are compared with ours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchstone.atomic import check_utf8, new_folder
-from torchstone.checkpoint.adapter_folder import WEIGHTS_FILE, is_adapter_folder, open_adapter, write_adapter
+from torchstone.checkpoint.adapter_folder import (
+    WEIGHTS_FILE,
+    AdapterTensors,
+    is_adapter_folder,
+    open_adapter,
+    write_adapter,
+)
 from torchstone.checkpoint.load import base_folder, read_state, resolve_model_folder, tokenizer_files
 from torchstone.checkpoint.manifest import read_json
 from torchstone.checkpoint.model_folder import (
+    BaseModelInfo,
+    as_trained,
     decoder_shapes,
     fallback_reason,
     load_model,
@@ -32,7 +42,7 @@ from torchstone.checkpoint.save import STATE_FILE, hf_state_dict, save_model, sa
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
 from torchstone.checkpoint.tensor_files import open_tensor_file
 from torchstone.checkpoint.transformers_folder import read_hf_config
-from torchstone.checkpoint.weight_files import weight_file_paths, write_weights
+from torchstone.checkpoint.weight_files import hf_tensors, weight_file_paths, write_weights
 from torchstone.checkpoint.weight_names import LLAMA, WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
@@ -44,6 +54,7 @@ from torchstone.tuning.osft import MergedOsft
 CPU = torch.device("cpu")
 # Relative to the largest logit, or to 1 if all are smaller.
 LOGITS_TOLERANCE = 1e-5
+NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def export_model(
@@ -127,7 +138,8 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, tru
             warnings.append("not verified: PEFT is not installed")
         elif verify:
             merged = load_model(folder, CPU, execution=execution)
-            difference = verify_adapter(work, base, merged, tokenizer, average, trust_remote_code)
+            weights = _dequantized_weights(model, tensors)
+            difference = verify_adapter(work, base, merged, tokenizer, average, trust_remote_code, weights)
     file = target / WEIGHTS_FILE
     return {
         "source": str(folder),
@@ -141,6 +153,17 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, tru
     }
 
 
+def _dequantized_weights(model: BaseModelInfo, tensors: AdapterTensors) -> dict[str, Tensor]:
+    """By Hugging Face name, if the adapter was trained on quantized weights: PEFT would get those of the files."""
+    if tensors.base_quantization is None:
+        return {}
+    source, weights = as_trained(model.source, tensors, model.shapes, model.linears), dict[str, Tensor]()
+    for name in model.linears:
+        weights[name] = torch.empty(model.shapes[name])
+        source.read_into(name, weights[name], (0, 0))
+    return hf_tensors(weights, model.names)
+
+
 @torch.no_grad()
 def verify_adapter(
     folder: Path,
@@ -149,10 +172,12 @@ def verify_adapter(
     tokenizer: Tokenizer,
     is_changed: bool = False,
     trust_remote_code: bool = False,
+    weights: Mapping[str, Tensor] = NO_WEIGHTS,
 ) -> float | None:
     """Loads the adapter with PEFT; returns the largest difference to the logits of our merged `model`, in fp32.
 
-    `is_changed`: its A are means, so that the logits differ. None if `base` is not a folder that Transformers loads.
+    `is_changed`: its A are means, so that the logits differ. `weights`: those of the base that are not the ones of its
+    files. None if `base` is not a folder that Transformers loads.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -165,6 +190,8 @@ def verify_adapter(
     reference = AutoModelForCausalLM.from_pretrained(
         str(base), local_files_only=True, dtype=torch.float32, trust_remote_code=trust_remote_code, **attention
     )
+    for name, weight in weights.items():
+        reference.get_parameter(name).copy_(weight)
     reference = PeftModel.from_pretrained(reference, str(folder)).eval()
     ids = _probe_ids(model, tokenizer)
     logits = model.module.eval()(ids, torch.arange(ids.shape[1])[None])

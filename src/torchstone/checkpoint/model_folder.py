@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from torchstone.atomic import read_json_or_empty
-from torchstone.checkpoint.adapter_folder import check_base, fingerprint, is_adapter_folder, open_adapter
+from torchstone.checkpoint.adapter_folder import (
+    AdapterTensors,
+    check_base,
+    fingerprint,
+    is_adapter_folder,
+    open_adapter,
+)
 from torchstone.checkpoint.load import base_folder, files_folder, resolve_model_folder
 from torchstone.checkpoint.osft_folder import is_osft_folder, open_osft, read_osft_config
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
@@ -28,7 +34,7 @@ from torchstone.checkpoint.transformers_folder import (
     load_fallback,
     read_hf_config,
 )
-from torchstone.checkpoint.weight_files import InMemoryTensors, WeightFiles, open_tensors, weight_file_paths
+from torchstone.checkpoint.weight_files import InMemoryTensors, Shapes, WeightFiles, open_tensors, weight_file_paths
 from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES, WeightNames
 from torchstone.errors import CheckpointError, UsageError, is_out_of_memory
 from torchstone.models.choice import Choice
@@ -62,7 +68,8 @@ from torchstone.parallel.build import ModelBuilder, fill_parameters
 from torchstone.parallel.local_shards import local_shards
 from torchstone.tuning.lora import MergedTensors, is_adapter_parameter
 from torchstone.tuning.osft import MergedOsft
-from torchstone.tuning.plan import TuningPlan
+from torchstone.tuning.plan import LoraPlan, TuningPlan
+from torchstone.tuning.quantize import DequantizedTensors, parse_quantization, quantize_loaded
 
 # Keys of older files that are still read, and keys that tools leave behind.
 LEGACY_KEYS = ("rope_scaling", "rope_theta", "torch_dtype", "dtype", "partial_rotary_factor", "transformers_version")
@@ -157,7 +164,10 @@ def _merge_into_fallback(
     else:
         adapter = open_adapter(folder, info.names, info.shapes)
         check_base(adapter.base_fingerprint, info.fingerprint, folder, base)
-        source, linears = MergedTensors(values, adapter, [adapter.adapter], info.shapes), list(adapter.adapter.linears)
+        source = MergedTensors(
+            as_trained(values, adapter, info.shapes, info.linears), adapter, [adapter.adapter], info.shapes
+        )
+        linears = [name.removesuffix(".weight") for name in info.linears]
         saved = list(adapter.saved)
     for name in [*(f"{linear}.weight" for linear in linears), *saved]:
         source.read_into(name, parameters[name], (0,) * parameters[name].dim())
@@ -175,6 +185,8 @@ def _add_adapters(module: FallbackModule, tuning: TuningPlan, dtype: torch.dtype
             parameter.data = parameter.data.to(dtype)
         if tuning.is_saved(name) or name not in base:
             source.read_into(name, parameter.data, (0,) * parameter.dim())
+    if isinstance(tuning, LoraPlan) and tuning.base_quantization is not None:
+        quantize_loaded(module, tuning.quantized, *parse_quantization(tuning.base_quantization))
     tuning.freeze(module)
 
 
@@ -253,7 +265,7 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
     if fallback_reason(folder, execution) is None:
         hf_config, _, config = read_model_config(folder)
         shapes = decoder_shapes(config)
-        linears = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
+        linears = block_linears(shapes)
         source: TensorSource = open_weights(folder, hf_config["model_type"], config)
         values = fingerprint(source, shapes)
         return BaseModelInfo(WEIGHT_NAMES[hf_config["model_type"]], shapes, linears, config.tied, values, source)
@@ -300,7 +312,21 @@ def _open_merged(folder: Path, model_type: str, config: DecoderConfig) -> Merged
     tensors, base = open_adapter(folder, names, shapes), base_folder(folder)
     files = open_weights(base, model_type, config)
     check_base(tensors.base_fingerprint, fingerprint(files, shapes), folder, base)
-    return MergedTensors(files, tensors, [tensors.adapter], shapes)
+    source = as_trained(files, tensors, shapes, block_linears(shapes))
+    return MergedTensors(source, tensors, [tensors.adapter], shapes)
+
+
+def as_trained(base: TensorSource, tensors: AdapterTensors, shapes: Shapes, linears: Collection[str]) -> TensorSource:
+    """The weights that an adapter was trained on: those of `base`, with `linears` quantized and dequantized if they
+    were."""
+    if tensors.base_quantization is None:
+        return base
+    return DequantizedTensors(base, linears, shapes, *parse_quantization(tensors.base_quantization))
+
+
+def block_linears(shapes: Shapes) -> list[str]:
+    """The weights of the linears of a native model, but for the head."""
+    return [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
 
 
 def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

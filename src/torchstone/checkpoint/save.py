@@ -129,7 +129,8 @@ def save_adapter(trained: dict[str, Tensor], tuning: LoraPlan, names: WeightName
     """Writes the trained adapter for PEFT. `trained`: all trained tensors."""
     factors = {name: tensor for name, tensor in trained.items() if is_adapter_parameter(name)}
     saved = {name: tensor for name, tensor in trained.items() if name not in factors}
-    tensors = AdapterTensors(tuning.trained_adapter, factors, saved, tuning.base, tuning.base_fingerprint)
+    recorded = (tuning.base, tuning.base_fingerprint, tuning.base_quantization)
+    tensors = AdapterTensors(tuning.trained_adapter, factors, saved, *recorded)
     write_adapter(folder, tensors, names, is_tied)
 
 

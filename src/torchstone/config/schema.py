@@ -340,6 +340,9 @@ class TuningConfig:
     adapter: PathText | None = None
     """PEFT adapter to continue: a folder, or a run. Rank, alpha, dropout and targets are its own."""
 
+    quantize_base: Literal["none", "int8", "nf4"] = "none"
+    """LoRA: keep the frozen linears of the blocks in 8 or 4 bits, by bitsandbytes (QLoRA)."""
+
     unfreeze_rank_ratio: Fraction = 0.25
     """OSFT: share of the singular directions of every target that is trained, from the smallest singular value up: 0
     trains nothing of it, 1 all of it."""
@@ -506,6 +509,8 @@ FINE_TUNING_BATCH_SIZE = 32
 LORA_LEARNING_RATE = 2e-4
 OSFT_KEYS = ("unfreeze_rank_ratio", "osft_targets", "osft_train_rest")
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_rslora", "lora_dora")
+# What of LoRA is no part of an adapter.
+LORA_RUN_KEYS = ("lora_plus_ratio", "adapter", "quantize_base")
 # Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
 PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
 
@@ -801,9 +806,15 @@ RULES = [
         "observe.sample_every_steps does not work with pipelines, whose ranks hold only some of the layers",
         "leave it out; torchstone generate and torchstone chat read every checkpoint",
     ),
-    *(_lora_rule(name) for name in (*LORA_KEYS, "modules_to_save", "lora_plus_ratio", "adapter")),
+    *(_lora_rule(name) for name in (*LORA_KEYS, "modules_to_save", *LORA_RUN_KEYS)),
     *(_adapter_rule(name) for name in (*LORA_KEYS, "modules_to_save")),
     *(_osft_rule(name) for name in OSFT_KEYS),
+    Rule(
+        "tuning.quantize_base",
+        lambda c: c.tuning.quantize_base != "none" and c.parallel.tp > 1,
+        "tuning.quantize_base does not work with parallel.tp: quantized weights are not sharded",
+        "use --parallel.pp, or data parallelism, which keeps all of them on every rank",
+    ),
     Rule(
         "tuning.method",
         lambda c: c.tuning.method != "full" and c.model.path is None,

@@ -8,6 +8,7 @@ why, in `choices`, the rest in `notes` and `warnings`. The caller logs them.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from torchstone.models.master_weights import MasterWeights
 from torchstone.models.sizing import describe, parameter_count
 from torchstone.tuning.lora import is_adapter_parameter
 from torchstone.tuning.plan import TuningPlan
+from torchstone.tuning.quantize import QuantizedLinear
 
 GENERATION_CONFIG = "generation_config.json"
 # Embeddings grow to a multiple of this, which matmul kernels prefer.
@@ -309,7 +311,17 @@ class FallbackModel(Model):
 
     @property
     def parameter_count(self) -> int:
-        return sum(p.numel() for name, p in self.module.named_parameters() if not is_adapter_parameter(name))
+        return sum(math.prod(shape) for name, shape in self.parameter_shapes.items() if not is_adapter_parameter(name))
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Also of weights that are quantized, which are no parameters any more."""
+        quantized = {
+            f"{name}.weight": linear.shape
+            for name, linear in self.module.named_modules()
+            if isinstance(linear, QuantizedLinear)
+        }
+        return {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()} | quantized
 
     def describe(self) -> str:
         return f"{self.parameter_count / 1e6:.2f}M parameters, {type(self.module.hf).__name__} of Transformers"

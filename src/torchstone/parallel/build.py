@@ -32,6 +32,7 @@ from torchstone.parallel.pipeline import Pipeline, StageModule, split_layers, st
 from torchstone.parallel.runner import Runner, micro_batch_loss
 from torchstone.parallel.tensor_parallel import apply_tensor_parallel, check_tp, shards_kv_heads
 from torchstone.tuning.plan import TuningPlan
+from torchstone.tuning.quantize import QuantizedLinear
 
 # Each holds one tensor while it draws it.
 MAX_THREADS = 8
@@ -166,6 +167,12 @@ def fill_parameters(decoders: Sequence[Decoder], source: TensorSource, threads: 
     ]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda shard: source.read_into(shard.name, shard.tensor, shard.offset), shards))
+    for decoder in decoders:
+        for name, linear in decoder.named_modules():
+            if isinstance(linear, QuantizedLinear):
+                weight = torch.empty(linear.shape, dtype=linear.dtype, device=linear.parts[0].device)
+                source.read_into(f"{name}.weight", weight, (0, 0))
+                linear.load(weight)
 
 
 class InitialTensors:

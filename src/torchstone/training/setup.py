@@ -160,7 +160,14 @@ def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: 
         "hub": hub_names(config),
         # The dtype of exports; None for a new model.
         "source_dtype": None if model_folder is None else source_dtype(model_folder),
-    } | ({} if model.tuning is None else {"base_fingerprint": model.tuning.base_fingerprint})
+    } | (
+        {}
+        if model.tuning is None
+        else {
+            "base_fingerprint": model.tuning.base_fingerprint,
+            "base_quantization": getattr(model.tuning, "base_quantization", None),
+        }
+    )
 
 
 def model_builder(config: Config, ctx: ParallelContext, device: torch.device) -> ModelBuilder:

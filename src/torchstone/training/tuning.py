@@ -18,11 +18,13 @@ from torchstone.models.decoder import EMBEDDING, HEAD
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
 from torchstone.observe.console import Console
+from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.tuning.lora import LoraAdapter, LoraSpec, split_parameter_name
 from torchstone.tuning.osft import OSFT_Z, FrozenBasis, SubspaceProjection, frozen_basis, frozen_rank
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
+from torchstone.tuning.quantize import check_quantization, format_quantization
 from torchstone.tuning.targets import match_modules
 
 ADAPTER_NAME = "default"
@@ -54,8 +56,20 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
         tensors = open_adapter(continued, model.names, model.shapes, ADAPTER_NAME)
         check_base(tensors.base_fingerprint, model.fingerprint, continued, base)
         adapter, saved = tensors.adapter, frozenset(tensors.saved)
-    saved, seed = with_tied_head(saved, model), config.training.seed
-    return LoraPlan(saved, tensors, _base_name(config, base), model.fingerprint, (adapter,), ADAPTER_NAME, seed)
+    quantization, quantized = None, frozenset[str]()
+    if tuning.quantize_base != "none":
+        check_quantization()
+        quantization = format_quantization(tuning.quantize_base, COMPUTE_DTYPE[config.training.precision])
+        quantized = frozenset(name.removesuffix(".weight") for name in model.linears)
+    if tensors is not None and tensors.base_quantization != quantization:
+        raise UsageError(
+            f"the linears of the adapter's model were quantized as {tensors.base_quantization}, now {quantization}",
+            "use the same --tuning.quantize_base and --training.precision",
+        )
+    return LoraPlan(
+        with_tied_head(saved, model), tensors, _base_name(config, base), model.fingerprint, (adapter,), ADAPTER_NAME,
+        config.training.seed, quantized, quantization,
+    )  # fmt: skip
 
 
 def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> OsftPlan:

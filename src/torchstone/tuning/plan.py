@@ -23,6 +23,7 @@ from torchstone.tuning.lora import (
     split_parameter_name,
 )
 from torchstone.tuning.osft import OSFT_Z, InitialOsft, VectorSource, add_osft
+from torchstone.tuning.quantize import parse_quantization, quantize_linears
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -114,6 +115,9 @@ class LoraPlan(TuningPlan):
     adapters: tuple[LoraAdapter, ...]
     trained: str
     seed: int = 0
+    # Linears that are kept in fewer bits, and how (`format_quantization`).
+    quantized: frozenset[str] = frozenset()
+    base_quantization: str | None = None
 
     @property
     def trained_adapter(self) -> LoraAdapter:
@@ -127,6 +131,8 @@ class LoraPlan(TuningPlan):
         super().prepare_decoder(decoder, frozen_dtype, tp)
         if tp == 1:
             share_inputs(decoder)
+        if self.base_quantization is not None:
+            quantize_linears(decoder, self.quantized, *parse_quantization(self.base_quantization))
 
     def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
         return InitialFactors(base, shapes, self.seed)
