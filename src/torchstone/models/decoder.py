@@ -213,7 +213,7 @@ class Attention(nn.Module):
         self.select_kv_heads: Callable[[Tensor], Tensor] | None = None
         # A fused kernel (q, k, cos_sin) -> (q, k), set by liger.py.
         self.rotary_kernel: Callable[[Tensor, Tensor, CosSin], tuple[Tensor, Tensor]] | None = None
-        # Another way to compute `project`, set by tuning/lora.py.
+        # Another way to compute `project`, set by tuning/.
         self.project: Project = project
         self.is_fused = is_fused
         if is_fused:

@@ -324,7 +324,14 @@ def _ops(*names: str) -> set[Any]:
     return ops
 
 
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
+MATMULS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_mm",
+    "torchstone::lora_project",
+    "torchstone::lora_output",
+)
 # The largest absolute value of a tensor: one number, for which all of them are read.
 FP8_SCALES = {torch.ops.aten.max.default}
 ATTENTION_OPS = (

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from torchstone.models.decoder import Decoder
 from torchstone.models.tensors import NamedTensors, TensorSource
+from torchstone.tuning.fused_lora import fuse_lora
 from torchstone.tuning.lora import (
     InitialFactors,
     LoraAdapter,
     add_adapter,
     is_adapter_parameter,
-    share_inputs,
     split_parameter_name,
 )
 
@@ -70,7 +70,7 @@ class TuningPlan:
         for adapter in self.adapters:
             add_adapter(decoder, adapter)
         if tp == 1:
-            share_inputs(decoder)
+            fuse_lora(decoder)
         for name, parameter in decoder.named_parameters():
             if not self.is_trained(name):
                 parameter.data = parameter.data.to(frozen_dtype)
