@@ -29,7 +29,7 @@ from torchstone.tuning import fused_lora_kernel
 from torchstone.tuning.fused_lora import fuse_lora
 
 DEVICE = torch.device("cuda")
-# A small block in which every size matters: MLP_WIDTH is no multiple of a block of columns.
+# The width of the MLP is no multiple of a block of columns.
 SIZES: dict[str, Any] = {"width": 512, "heads": 4, "kv_heads": 2, "head_dim": 128, "mlp_width": 1544}
 LENGTH = 500
 
@@ -53,9 +53,9 @@ def test_ranks_and_activations(ranks: tuple[int, int, int], activation: str) -> 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (5, 72), (65, 64)])
 def test_less_than_a_block(tokens: int, width: int) -> None:
-    """Few results round differently by chance."""
+    """Of few values, some may round differently by chance: half a bit of bf16 is 2e-3."""
     for name, (ours, plain) in compare(Case(tokens, width, (16, 16, 16), dtype=torch.bfloat16), DEVICE).items():
-        assert ours <= 2 * plain, name
+        assert ours <= 2 * plain + 2e-3, name
 
 
 def test_the_same_input_gives_the_same_bits() -> None:
@@ -126,11 +126,12 @@ class TestCompiledBlocks:
 def test_without_compiling_and_without_gradients(launches: Counter[str]) -> None:
     plain, fused = make_gpu_pair()
     exact = logits_and_gradients(deepcopy(plain).double(), LENGTH)
-    assert_as_exact(errors(fused, exact, LENGTH), errors(plain, exact, LENGTH))
+    plain_errors = errors(plain, exact, LENGTH)
+    assert_as_exact(errors(fused, exact, LENGTH), plain_errors)
     launches.clear()
     with torch.no_grad():
         logits = fused.eval()(*make_inputs(LENGTH, DEVICE))
-    assert distance(logits.double(), exact[0]) <= 0.02
+    assert distance(logits.double(), exact[0]) <= 1.2 * plain_errors[0]
     assert (launches["launch_activation"], launches["launch_activation_backward"]) == (2, 0)
 
 
