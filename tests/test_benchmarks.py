@@ -81,6 +81,16 @@ def test_fp8_is_emulated_on_a_cpu() -> None:
     assert 0 < abs(fp8["worst_20"]) < 0.01
 
 
+def test_a_block_with_plain_and_fused_adapters() -> None:
+    sizes = "--rows 2 --length 24 --width 64 --mlp-width 96 --heads 4 --kv-heads 2 --rounds 1 --compile none"
+    command = [sys.executable, str(HARNESS.parent / "models/lora.py"), "--device", "cpu", *sizes.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    plain, fused = map(json.loads, result.stdout.splitlines())
+    assert (plain["variant"], plain["error"], fused["variant"]) == ("plain", 0, "fused")
+    # Rounding: both compute the same, in another way.
+    assert 0 < fused["error"] < 0.01
+
+
 class TestSummary:
     harness = runpy.run_path(str(HARNESS))
 

@@ -213,7 +213,7 @@ class Attention(nn.Module):
         self.select_kv_heads: Callable[[Tensor], Tensor] | None = None
         # A fused kernel (q, k, cos_sin) -> (q, k), set by liger.py.
         self.rotary_kernel: Callable[[Tensor, Tensor, CosSin], tuple[Tensor, Tensor]] | None = None
-        # Another way to compute `project`, set by tuning/lora.py.
+        # Another way to compute `project`, set by tuning/.
         self.project: Project = project
         self.is_fused = is_fused
         if is_fused:
@@ -241,7 +241,8 @@ class Attention(nn.Module):
         if kv_cache is not None:
             k_BKTE, v_BKTE = kv_cache.update(self.layer_idx, k_BKTE, v_BKTE)
         out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, inputs.mask, self.spec)
-        return self.wo(out_BHTE.transpose(1, 2).flatten(2))
+        (out_BTD,) = self.project((self.wo,), out_BHTE.transpose(1, 2).flatten(2))
+        return out_BTD
 
     def _project_qkv(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.is_fused:
@@ -262,7 +263,7 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig, is_fused: bool) -> None:
         super().__init__()
         self.activation, self.is_gated, self.is_fused = ACTIVATIONS[config.activation], config.is_gated, is_fused
-        # Another way to compute `gate_activation`, set by liger.py and execution.py.
+        # Another way to compute `gate_activation`, set by liger.py.
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
         # As in `Attention`.
         self.project: Project = project

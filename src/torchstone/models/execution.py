@@ -204,8 +204,10 @@ def _recompute_elementwise(block: Block) -> None:
         norm = getattr(block, name, None)
         if norm is not None:
             norm.forward = _recompute(norm.forward)
-    if block.mlp.is_gated:
-        block.mlp.kernel = _recompute(block.mlp.kernel or block.mlp.gate_activation)
+    if block.mlp.kernel is not None:
+        block.mlp.kernel = _recompute(block.mlp.kernel)
+    elif block.mlp.is_gated:
+        block.mlp.gate_activation = _recompute(block.mlp.gate_activation)  # type: ignore[method-assign]
 
 
 def _recompute(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -322,7 +324,14 @@ def _ops(*names: str) -> set[Any]:
     return ops
 
 
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
+MATMULS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_mm",
+    "torchstone::lora_project",
+    "torchstone::lora_output",
+)
 # The largest absolute value of a tensor: one number, for which all of them are read.
 FP8_SCALES = {torch.ops.aten.max.default}
 ATTENTION_OPS = (

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchstone.models.decoder import Decoder
 from torchstone.models.tensors import NamedTensors, TensorSource
 
 ADAPTERS, LORA_A, LORA_B, MAGNITUDE = "adapters", "lora_A", "lora_B", "magnitude"
@@ -161,7 +160,7 @@ def project_together(linears: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
 
     The reference is `[linear(x) for linear in linears]`.
     """
-    factors = [factors for linear in linears for factors in _factors(linear)]
+    factors = [factors for linear in linears for factors in get_factors(linear)]
     if len(factors) < 2 or not all(each.is_plain for each in factors):
         return [linear(x) for linear in linears]
     hidden = F.linear(x, torch.cat([each.lora_A for each in factors]))
@@ -169,13 +168,14 @@ def project_together(linears: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
     outputs = []
     for linear in linears:
         output = linear.base_forward(x) if isinstance(linear, LoraLinear) else linear(x)
-        for each in _factors(linear):
+        for each in get_factors(linear):
             output = output + F.linear(next(parts) * each.scale, each.lora_B)
         outputs.append(output)
     return outputs
 
 
-def _factors(linear: nn.Linear) -> list[LoraFactors]:
+def get_factors(linear: nn.Linear) -> list[LoraFactors]:
+    """Those that the forward pass of any linear adds."""
     return linear.factors if isinstance(linear, LoraLinear) else []
 
 
@@ -194,12 +194,6 @@ def add_adapter(module: nn.Module, adapter: LoraAdapter) -> None:
             linear.__class__ = _lora_class(linear.__class__)
             linear.adapters, linear.unmerged_weight = nn.ModuleDict(), None
         linear.adapters[adapter.name] = LoraFactors(linear, spec, adapter.dropout, adapter.use_dora)
-
-
-def share_inputs(decoder: Decoder) -> None:
-    """Lets projections with the same input share one product. Not with tensor parallelism, which hooks each of them."""
-    for block in decoder.layers.values():
-        block.attention.project = block.mlp.project = project_together
 
 
 def is_adapter_parameter(name: str) -> bool:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from torchstone.models.decoder import Decoder
 from torchstone.models.tensors import NamedTensors, TensorSource
+from torchstone.tuning.fused_lora import fuse_lora
 from torchstone.tuning.lora import (
     InitialFactors,
     LoraAdapter,
     add_adapter,
     is_adapter_parameter,
-    share_inputs,
     split_parameter_name,
 )
 from torchstone.tuning.osft import OSFT_Z, InitialOsft, VectorSource, add_osft
@@ -130,7 +130,7 @@ class LoraPlan(TuningPlan):
     def prepare_decoder(self, decoder: Decoder, frozen_dtype: torch.dtype, tp: int) -> None:
         super().prepare_decoder(decoder, frozen_dtype, tp)
         if tp == 1:
-            share_inputs(decoder)
+            fuse_lora(decoder)
         if self.base_quantization is not None:
             quantize_linears(decoder, self.quantized, *parse_quantization(self.base_quantization))
 
