@@ -133,7 +133,7 @@ def measure(function: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_kernels(options: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
-    from torchstone.tuning.fused_lora_kernel import launch_activation, launch_activation_backward, launch_product
+    from torchstone.tuning.fused_lora_kernel import launch_activation, launch_activation_backward
 
     T, D, F, R = options.rows * options.length, options.width, options.mlp_width, options.rank
 
@@ -152,9 +152,7 @@ def measure_kernels(options: argparse.Namespace, device: torch.device) -> dict[s
             5 * T * F,
         ),
         "gate @ B": (lambda: gate @ gate_B, T * F),
-        "product": (lambda: launch_product(h, lora_B.t(), None), T * D),
-        "product by cuBLAS": (lambda: h @ lora_B.t(), T * D),
-        "added product by cuBLAS": (lambda: out.addmm_(h, lora_B.t()), 2 * T * D),
+        "h @ B": (lambda: h @ lora_B.t(), T * D),
         "x.T @ h": (lambda: x.t() @ h, T * D),
         "gate @ W": (lambda: gate @ weight.t(), T * F + T * D + F * D),
         "gate @ W, added": (lambda: out.addmm_(gate, weight.t()), T * F + 2 * T * D + F * D),

@@ -68,7 +68,7 @@ def test_the_same_input_gives_the_same_bits() -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts launches, also those of compiled code."""
     counts: Counter[str] = Counter()
-    for name in ("launch_activation", "launch_activation_backward", "launch_product"):
+    for name in ("launch_activation", "launch_activation_backward"):
         launch = getattr(fused_lora_kernel, name)
 
         def count(*args: Any, name: str = name, launch: Any = launch) -> Any:
@@ -103,7 +103,7 @@ class TestCompiledBlocks:
         assert launches["launch_activation_backward"] == 2
         # Rows of other lengths do not compile anything.
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        for length in (77, 640):
+        for length in (333, 640):
             exact = logits_and_gradients(deepcopy(make_gpu_pair()[0]).double(), length)
             assert_as_exact(errors(fused, exact, length), errors(plain, exact, length))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

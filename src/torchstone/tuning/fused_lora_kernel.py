@@ -1,4 +1,4 @@
-"""The Triton kernels of fused_lora_ops.py, which has the reference of each. Imported only where they run.
+"""The Triton kernels of fused_lora.py, which has the reference of each. Imported only where they run.
 
 All are bound by memory. What counts is how often a tensor of all tokens and all columns of an MLP passes through it:
 
@@ -6,7 +6,6 @@ All are bound by memory. What counts is how often a tensor of all tokens and all
 |---|---|---|
 | `activation_kernel` | gate, up | act |
 | `activation_backward_kernel` | gate, up, grad_act | grad_gate (over grad_act), grad_up |
-| `product_kernel` | | left @ right |
 
 What is a sum over all columns (act @ A.T) or over all tokens (the gradients of the factors) is summed in registers,
 over the columns or the tokens of one program. The sums of the programs are then added without atomics: the same input
@@ -74,19 +73,6 @@ def launch_activation_backward(
     )  # fmt: skip
     grad_gate_B, grad_up_B, grad_down_A = (partial.sum(0).to(dtype) for partial in partials)
     return grad_up_TF, grad_gate_B, grad_up_B, grad_down_A
-
-
-def launch_product(left_TR: Tensor, right_RF: Tensor, bias: Tensor | None) -> Tensor:
-    """left @ right + bias, which cuBLAS writes more slowly than memory allows if R is small."""
-    (tokens, rank), width = left_TR.shape, right_RF.shape[1]
-    out_TF = left_TR.new_empty(tokens, width)
-    block_T, block_F = 64, 128
-    product_kernel[(triton.cdiv(width, block_F), triton.cdiv(tokens, block_T))](
-        left_TR, right_RF, bias, out_TF, tokens, STRIDE=left_TR.stride(0), RANK_STRIDE=right_RF.stride(0),
-        COLUMN_STRIDE=right_RF.stride(1), WIDTH=width, RANK=rank, R=_padded_rank(rank), HAS_BIAS=bias is not None,
-        BLOCK_T=block_T, BLOCK_F=block_F, num_warps=4,
-    )  # fmt: skip
-    return out_TF
 
 
 def _check_contiguous(*tensors: Tensor) -> None:
@@ -214,21 +200,3 @@ def activation_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_gate_B + columns * GATE_RANK + ranks, sum_gate_B, is_column & (ranks < GATE_RANK))
     tl.store(grad_up_B + columns * UP_RANK + ranks, sum_up_B, is_column & (ranks < UP_RANK))
     tl.store(grad_down_A + columns + ranks * WIDTH, sum_down_A, is_column & (ranks < DOWN_RANK))
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def product_kernel(  # type: ignore[no-untyped-def]
-    left, right, bias, out, tokens, STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    columns = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    rows, ranks = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, R)
-    x = _load_rows(left, rows, ranks, tokens, STRIDE, RANK)
-    y = _load_factor(right, ranks, columns, RANK_STRIDE, COLUMN_STRIDE, RANK, WIDTH)
-    product = tl.dot(x, y, input_precision="ieee")
-    mask = columns < WIDTH
-    if HAS_BIAS:
-        product += tl.load(bias + columns, mask, other=0.0).to(tl.float32)[None, :]
-    mask = (rows < tokens)[:, None] & mask[None, :]
-    tl.store(out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], product.to(out.dtype.element_ty), mask)

@@ -167,11 +167,16 @@ def project_together(linears: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
     parts = iter(hidden.split([len(each.lora_A) for each in factors], dim=-1))
     outputs = []
     for linear in linears:
-        output = linear.base_forward(x) if isinstance(linear, LoraLinear) else linear(x)
+        output = base_output(linear, x)
         for each in get_factors(linear):
             output = output + F.linear(next(parts) * each.scale, each.lora_B)
         outputs.append(output)
     return outputs
+
+
+def base_output(linear: nn.Linear, x: Tensor) -> Tensor:
+    """The output of any linear without the updates, unless they are merged."""
+    return linear.base_forward(x) if isinstance(linear, LoraLinear) else linear(x)
 
 
 def get_factors(linear: nn.Linear) -> list[LoraFactors]:
