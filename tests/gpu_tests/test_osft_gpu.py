@@ -17,14 +17,14 @@ from torchstone.training.run import Callback, Run
 from torchstone.tuning.osft import frozen_basis, is_decomposition, singular_vectors
 
 Settings = Callable[..., dict[str, Any]]
-RATIO = 0.25
+RATIO, STEPS = 0.25, 20
 
 
 class ForbidSync(Callback):
-    """From the third step on, an operation that waits for the device is an error."""
+    """From the third step to the last but one, an operation that waits for the device is an error."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        torch.cuda.set_sync_debug_mode("error" if 2 < step < STEPS else "default")
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def sync_mode() -> Iterator[None]:
 def test_frozen_directions_stay(
     compile: str, recompute: str, settings: Settings, chat_file: Path, tmp_path: Path
 ) -> None:
-    folder = make_model(tmp_path / "model", "llama", "grouped")
+    folder = make_model(tmp_path / "model", "llama", "grouped", vocab_size=448)
     values = settings(
-        training__max_steps=20, system__device="cuda", model__compile=compile, model__recompute=recompute,
+        training__max_steps=STEPS, system__device="cuda", model__compile=compile, model__recompute=recompute,
         tuning__method="osft", tuning__unfreeze_rank_ratio=RATIO, tuning__osft_train_rest=True,
         optim__learning_rate=3e-3, optim__weight_decay=0.1, training__precision="bf16",
     )  # fmt: skip

@@ -7,7 +7,8 @@ Z and P of every target and, if they are trained, all other parameters. Every co
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,23 +74,25 @@ class SingularVectors:
         linears: Sequence[str],
         device: torch.device,
         ctx: ParallelContext = SINGLE_PROCESS,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, str], None] = lambda done, linear: None,
     ) -> int:
         """Writes the vectors that are missing or wrong; returns how many were missing. The ranks of a machine share
         the work, and all ranks must call it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         own = linears[local_rank() :: local_world_size()]
         computed = 0
-        for index, linear in enumerate(own):
-            weight = self.read_weight(linear, device)
-            vectors = self._read(linear)
-            if vectors is None or not is_decomposition(weight, vectors.to(device)):
-                vectors, computed = singular_vectors(weight), computed + 1
-                path = atomic.temporary_path(self._path(linear), f"partial-{os.getpid()}")
-                write_tensors(path, {VECTORS: vectors.cpu().contiguous()})
-                path.replace(self._path(linear))
-            if on_progress is not None:
-                on_progress(index + 1, len(own))
+        with ThreadPoolExecutor(1) as writer:
+            written: Future[None] | None = None
+            for index, (linear, weight, vectors) in enumerate(self.read_weights(own, device)):
+                on_progress(index * local_world_size(), linear)
+                if vectors is not None and is_decomposition(weight, vectors):
+                    continue
+                new, computed = singular_vectors(weight).cpu(), computed + 1
+                if written is not None:
+                    written.result()
+                written = writer.submit(self._write, linear, new)
+            if written is not None:
+                written.result()
         return int(ctx.all_reduce_sum(torch.tensor(computed)))
 
     def read(self, linear: str) -> Tensor:
@@ -97,16 +100,40 @@ class SingularVectors:
         assert vectors is not None, f"{self._path(linear)} is gone"
         return vectors
 
-    def read_weight(self, linear: str, device: torch.device) -> Tensor:
-        """In fp32."""
-        name = f"{linear}.weight"
-        weight = torch.empty(self.shapes[name], dtype=torch.float32)
-        self.base.read_into(name, weight, (0, 0))
-        return weight.to(device)
+    def read_weights(self, linears: Sequence[str], device: torch.device) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yields linears with their weight and, if there are any, singular vectors, on `device` in fp32.
+
+        A thread reads the next ones meanwhile.
+        """
+
+        # Page-locked, because other memory takes several times as long to copy to a GPU.
+        pin_memory = device.type == "cuda"
+
+        def read(linear: str) -> tuple[Tensor, Tensor | None]:
+            name = f"{linear}.weight"
+            weight = torch.empty(self.shapes[name], dtype=torch.float32, pin_memory=pin_memory)
+            self.base.read_into(name, weight, (0, 0))
+            vectors = self._read(linear)
+            return weight, None if vectors is None else torch.empty_like(vectors, pin_memory=pin_memory).copy_(vectors)
+
+        with ThreadPoolExecutor(1) as reader:
+            following = [reader.submit(read, linear) for linear in linears[:1]]
+            for index, linear in enumerate(linears):
+                weight, vectors = following.pop().result()
+                following += [reader.submit(read, name) for name in linears[index + 1 : index + 2]]
+                if vectors is not None:
+                    vectors = vectors.to(device, non_blocking=True)
+                yield linear, weight.to(device, non_blocking=True), vectors
+
+    def _write(self, linear: str, vectors: Tensor) -> None:
+        path = atomic.temporary_path(self._path(linear), f"partial-{os.getpid()}")
+        # One vector after the other: a run reads the last ones.
+        write_tensors(path, {VECTORS: vectors.t().contiguous()})
+        path.replace(self._path(linear))
 
     def _read(self, linear: str) -> Tensor | None:
         try:
-            return open_tensor_file(self._path(linear)).tensors[VECTORS]
+            return open_tensor_file(self._path(linear)).tensors[VECTORS].t()
         except (CheckpointError, OSError, KeyError):
             return None
 

@@ -329,8 +329,7 @@ MATMULS = (
     "aten::addmm",
     "aten::bmm",
     "aten::_scaled_mm",
-    "torchstone::lora_project",
-    "torchstone::lora_output",
+    "torchstone::osft_linear",
 )
 # The largest absolute value of a tensor: one number, for which all of them are read.
 FP8_SCALES = {torch.ops.aten.max.default}

@@ -339,7 +339,9 @@ def _build_model(
 def _build_runner(config: Config, model: Model, builder: ModelBuilder, data: RunData) -> Runner:
     runner = build_runner(model, builder, data.packed, data.shapes.longest_document(config.data.context_length))
     if isinstance(model.tuning, OsftPlan):
-        runner.projection = build_projection(model.tuning, model, builder.device, config.optim.weight_decay > 0)
+        has_decay = config.optim.weight_decay > 0
+        use_split_bf16 = builder.device.type == "cuda" and builder.compute_dtype == torch.bfloat16
+        runner.projection = build_projection(model.tuning, model, builder.device, has_decay, use_split_bf16)
     return runner
 
 

@@ -17,12 +17,12 @@ from torchstone.errors import UsageError
 from torchstone.models.decoder import EMBEDDING, HEAD
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
-from torchstone.observe.console import Console
+from torchstone.observe.console import Console, count_text
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext
 from torchstone.tuning.lora import LoraAdapter, LoraSpec, split_parameter_name
-from torchstone.tuning.osft import OSFT_Z, FrozenBasis, SubspaceProjection, frozen_basis, frozen_rank
+from torchstone.tuning.osft import OSFT_Z, FrozenBasis, SubspaceProjection, frozen_basis, frozen_rank, split_bf16
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.quantize import check_quantization, format_quantization
 from torchstone.tuning.targets import match_modules
@@ -100,21 +100,28 @@ def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: E
 def decompose(plan: OsftPlan, device: torch.device, ctx: ParallelContext, console: Console) -> None:
     """Computes the singular vectors of the targets that no earlier run has computed."""
     assert isinstance(plan.vectors, SingularVectors)
-    computed = plan.vectors.compute(list(plan.ranks), device, ctx)
+    linears = list(plan.ranks)
+    with console.progress("singular vectors", len(linears), count_text) as update:
+        computed = plan.vectors.compute(linears, device, ctx, update)
     source = f"{computed} computed" if computed else "all from the cache"
     console.info(f"singular vectors of {len(plan.ranks)} linears: {source}, in {plan.vectors.folder}")
 
 
 @torch.no_grad()
-def build_projection(plan: OsftPlan, model: Model, device: torch.device, has_decay: bool) -> SubspaceProjection:
+def build_projection(
+    plan: OsftPlan, model: Model, device: torch.device, has_decay: bool, use_split_bf16: bool = False
+) -> SubspaceProjection:
     """The frozen directions of every Z of this rank. `has_decay`: weights decay."""
     assert isinstance(plan.vectors, SingularVectors)
+    factors = {
+        split_parameter_name(name)[0]: (name, parameter)
+        for name, parameter in model.trained_parameters()
+        if name.endswith(f".{OSFT_Z}")
+    }
     bases = []
-    for name, parameter in model.trained_parameters():
-        if not name.endswith(f".{OSFT_Z}"):
-            continue
-        linear = split_parameter_name(name)[0]
-        weight, vectors = plan.vectors.read_weight(linear, device), plan.vectors.read(linear).to(device)
+    for linear, weight, vectors in plan.vectors.read_weights(list(factors), device):
+        assert vectors is not None, f"the singular vectors of {linear} are gone"
+        name, parameter = factors[linear]
         shards = local_shards(model.decoder_config, name, parameter.detach())
         rows = slice(0, 0)
         if shards:
@@ -125,7 +132,7 @@ def build_projection(plan: OsftPlan, model: Model, device: torch.device, has_dec
         if has_decay:
             tall = weight if weight.shape[0] >= weight.shape[1] else weight.t()
             initial = (tall.double() @ vectors[:, -rank:].double()).float()[rows].clone()
-        bases.append(FrozenBasis(parameter, basis, initial))
+        bases.append(FrozenBasis(parameter, split_bf16(basis) if use_split_bf16 else basis, initial))
     return SubspaceProjection(bases)
 
 
