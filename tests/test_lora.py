@@ -400,7 +400,10 @@ class TestRuns:
         ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
         ({"model.fused": ["qkv"]}, "model.fused does not work with tuning.method lora"),
         ({"optim.name": "muon"}, "optim.name muon does not work with tuning.method lora"),
-        ({"training.precision": "fp8"}, "training.precision fp8 does not work with tuning.method lora yet"),
+        (
+            {"training.precision": "fp8", "tuning.quantize_base": "int8"},
+            "training.precision fp8 does not work with tuning.quantize_base",
+        ),
         ({"model.path": None, "model.depth": 2}, "tuning.method lora tunes an existing model"),
     ],
 )

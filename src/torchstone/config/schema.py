@@ -830,9 +830,16 @@ RULES = [
     ),
     Rule(
         "training.precision",
-        lambda c: c.tuning.method != "full" and c.training.precision.startswith("fp8"),
-        "training.precision {c.training.precision} does not work with tuning.method {c.tuning.method} yet",
+        lambda c: c.tuning.method == "osft" and c.training.precision.startswith("fp8"),
+        "training.precision {c.training.precision} does not work with OSFT, which multiplies by sums of factors",
         "use --training.precision bf16",
+    ),
+    Rule(
+        "training.precision",
+        lambda c: c.tuning.quantize_base != "none" and c.training.precision.startswith("fp8"),
+        "training.precision {c.training.precision} does not work with tuning.quantize_base: both say how the frozen "
+        "linears are multiplied",
+        "leave out one of them",
     ),
     Rule(
         "training.precision",

@@ -132,7 +132,9 @@ def build_projection(
         if has_decay:
             tall = weight if weight.shape[0] >= weight.shape[1] else weight.t()
             initial = (tall.double() @ vectors[:, -rank:].double()).float()[rows].clone()
-        bases.append(FrozenBasis(parameter, split_bf16(basis) if use_split_bf16 else basis, initial))
+        if use_split_bf16:
+            basis, initial = split_bf16(basis), None if initial is None else initial.bfloat16()
+        bases.append(FrozenBasis(parameter, basis, initial))
     return SubspaceProjection(bases)
 
 
