@@ -35,6 +35,7 @@ from torchstone import api
 from torchstone.checkpoint.save import hf_state_dict
 from torchstone.config import load_config
 from torchstone.data.collate import MicroBatch, collate
+from torchstone.models.master_weights import MasterWeights
 from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.training.run import Callback, Run
@@ -168,3 +169,13 @@ class KeepWeights(Callback):
 
     def on_end(self, run: Run) -> None:
         self.weights = {name: tensor.detach().cpu().clone() for name, tensor in hf_state_dict(run.model).items()}
+
+
+def test_of_a_frozen_parameter_the_gpu_has_only_the_copy() -> None:
+    module = torch.nn.Linear(4, 4, device="cuda")
+    weight = module.weight.requires_grad_(False).detach().clone()
+    masters = MasterWeights(module, torch.bfloat16)
+    assert module.weight.is_cuda
+    assert torch.equal(module.weight, weight.bfloat16())
+    assert torch.equal(masters.parameters["weight"], weight.cpu())
+    assert masters.parameters["bias"].is_cuda

@@ -17,7 +17,8 @@ from torch import nn
 class MasterWeights:
     """Replaces the parameters of `module` by copies in `dtype`; `parameters` has the originals, by name.
 
-    A parameter that has this dtype already, such as a frozen one, stays as it is.
+    A parameter that has this dtype already, such as a frozen one, stays as it is. Another frozen one is only saved: its
+    original moves to the CPU.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -39,6 +40,8 @@ class MasterWeights:
             master.grad_dtype = None
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(_MoveGradient(master))
+            else:
+                master.data = master.data.cpu()
         self._install(copies=True)
 
     @contextmanager

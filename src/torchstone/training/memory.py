@@ -195,10 +195,11 @@ def state_bytes(model: Model, optimizer: AdamW | Muon) -> int:
     """Of this rank's weights, gradients and moments in a step of one micro-batch, also if they do not exist yet."""
     total, copies = 0, {} if model.master_weights is None else model.master_weights.copies
     for _, parameter in model.named_parameters():
+        copy = copies.get(parameter)
         if not parameter.requires_grad:
-            total += to_local(parameter).nbytes
+            total += to_local(parameter if copy is None else copy).nbytes
             continue
-        moments, copy = len(state_of(optimizer, parameter).moments), copies.get(parameter)
+        moments = len(state_of(optimizer, parameter).moments)
         total += to_local(parameter).nbytes * (1 + moments)
         # A gradient has the dtype that is computed in.
         total += to_local(parameter).nbytes if copy is None else 2 * copy.nbytes
@@ -208,4 +209,4 @@ def state_bytes(model: Model, optimizer: AdamW | Muon) -> int:
 def accumulation_bytes(model: Model) -> int:
     """What the sum of several micro-batches' gradients takes beyond the gradients of one."""
     copies = {} if model.master_weights is None else model.master_weights.copies
-    return sum(master.nbytes - copy.nbytes for master, copy in copies.items())
+    return sum(master.nbytes - copy.nbytes for master, copy in copies.items() if master.requires_grad)

@@ -77,7 +77,7 @@ class OsftLinear(nn.Linear):
 
 
 def merge(weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
-    """The dense W. In bf16 the sum is rounded once."""
+    """The dense W."""
     return torch.addmm(weight, p.t(), z.t()) if is_wide else torch.addmm(weight, z, p)
 
 
