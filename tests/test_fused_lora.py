@@ -236,7 +236,7 @@ class TestExecution:
         assert counts == [{"none": 4, "elementwise": 3}[mode], 2]
 
     @pytest.mark.parametrize(
-        "mode", ["elementwise", "full", pytest.param("none", marks=the_rest), pytest.param("selective", marks=the_rest)]
+        "mode", ["elementwise", *(pytest.param(mode, marks=the_rest) for mode in ("none", "selective", "full"))]
     )
     def test_compiled_blocks(self, mode: str) -> None:
         """Without a graph break, which would raise, and without a graph for every length or every block."""

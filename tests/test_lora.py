@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import parity
 from exact_runs import StopAt, assert_same_run
 from layouts import CPU
+from selection import the_rest
 from sides import MAX_NORM, WEIGHT_DECAY, collated
 from steps import train_step
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.adapter_folder import (
-    AdapterTensors,
     base_name,
-    read_adapter,
+    open_adapter,
     read_adapter_config,
     write_adapter,
     write_adapter_config,
@@ -46,7 +46,7 @@ from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training.run import Callback, Run
-from torchstone.tuning.lora import LoraLinear
+from torchstone.tuning.lora import AdapterTensors, LoraLinear
 from torchstone.tuning.plan import LoraPlan
 from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
 
@@ -63,7 +63,7 @@ def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
     """A model with an adapter that changes it; B is not zero."""
     attention = {"attn_implementation": "eager"} if "gemma" in folder.name else {}
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
-    config = LoraConfig(r=4, lora_alpha=8, **({"target_modules": "all-linear"} | settings))
+    config = LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | settings))
     model = get_peft_model(base, config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -76,13 +76,13 @@ def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
 
 def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
     model = read_base_model_info(folder)
-    return read_adapter(adapter, model.names, model.shapes)
+    return open_adapter(adapter, model.names, model.shapes)
 
 
 def load_ours(folder: Path, adapter: Path, **options: Any) -> Model:
     """The model with PEFT's adapter, which is trained."""
     tensors = open_peft_adapter(folder, adapter)
-    plan = LoraPlan(frozenset(tensors.saved), tensors, "base", "", (tensors.adapter,), "default")
+    plan = LoraPlan(frozenset(tensors.saved), tensors, "base", "", tensors.adapter, tensors.frozen)
     return load_model(folder, CPU, tuning=plan, **options)
 
 
@@ -178,8 +178,14 @@ class LoraSide:
         return f"base_model.model.{module}.{kind}.default.weight"
 
 
-@pytest.mark.parametrize("variant", ["lora", "dora"])
-@pytest.mark.parametrize("family", [*UNFUSED, "fallback"])
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        *((family, "lora") for family in (*UNFUSED, "fallback")),
+        ("llama", "dora"),
+        *(pytest.param(family, "dora", marks=the_rest) for family in ("qwen3", "granite", "fallback")),
+    ],
+)
 def test_twenty_steps_equal_those_of_peft(family: str, variant: str, tmp_path: Path) -> None:
     folder = make_fallback(tmp_path / "neox") if family == "fallback" else family_folder(tmp_path, family)
     theirs = load_peft(folder, **VARIANTS[variant])
@@ -330,6 +336,48 @@ class TestRuns:
         theirs, ours = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "theirs", checkpoint))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_frozen_adapters_are_active(
+        self, processes: int, lora_settings: Settings, base_run: Path, tmp_path: Path
+    ) -> None:
+        load_peft(base_run, seed=1, target_modules=["q_proj", "down_proj"]).save_pretrained(tmp_path / "style")
+        load_peft(base_run, seed=2, r=2).save_pretrained(tmp_path / "facts")
+        values = lora_settings()
+        values["tuning.frozen_adapters"] = f"style={tmp_path / 'style'},facts={tmp_path / 'facts'}"
+        if processes > 1:
+            values |= {"parallel.tp": 2, "training.batch_size": 4}
+        launch_procs(train_on_rank, processes, values, timeout=120)
+        # The first step, before the new adapter changes anything, is one of the model with both merged.
+        merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_run), tmp_path / "style", "style")
+        merged.load_adapter(tmp_path / "facts", "facts")
+        shutil.copytree(base_run, tmp_path / "merged", ignore=shutil.ignore_patterns("manifest.json"))
+        merged.merge_and_unload(adapter_names=["style", "facts"]).save_pretrained(tmp_path / "merged")
+        start = lora_settings(training__max_steps=1, model__path=str(tmp_path / "merged"))
+        start["output_dir"] = str(tmp_path / "start")
+        api.train(overrides=start)
+        runs = (Path(values["output_dir"]), tmp_path / "start")
+        first, expected = (read_metrics(run / "metrics.jsonl")[0]["loss"] for run in runs)
+        assert first == pytest.approx(expected, rel=1e-5)
+        adapter = api.export(values["output_dir"], tmp_path / "adapter")
+        assert adapter["verified"]
+        assert adapter["max_logit_difference"] <= LOGITS_LIMIT
+        for name in ("style", "facts"):
+            given, kept = (
+                load_file(folder / name / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "adapter")
+            )
+            assert all(torch.equal(given[key], kept[key]) for key in given), "they are frozen"
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_run), tmp_path / "adapter")
+        for name in ("style", "facts"):
+            theirs.load_adapter(tmp_path / "adapter" / name, name)
+        theirs.base_model.set_adapter(["default", "style", "facts"])
+        # Resumed, and opened as a model, with the frozen adapters that its checkpoint has.
+        shutil.rmtree(tmp_path / "style")
+        result = api.train(overrides=values | {"training.max_steps": 7, "parallel.tp": 1, "training.batch_size": 8})
+        assert result.step == 7
+        api.export(tmp_path / "adapter", tmp_path / "model", merge=True)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        assert_close(logits_of(merged), logits_of(theirs.eval()))
+
     def test_projections_of_one_stored_linear_have_their_own_a(
         self, settings: Settings, tmp_path: Path, tokenizer_dir: Path
     ) -> None:
@@ -399,6 +447,10 @@ class TestRuns:
         ({"model.tokenizer": "larger"}, "and with adapters they cannot be resized"),
         ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
         ({"model.fused": ["qkv"]}, "model.fused does not work with tuning.method lora"),
+        ({"tuning.frozen_adapters": "style"}, "tuning.frozen_adapters must be a mapping, not 'style'"),
+        ({"tuning.frozen_adapters": "default=a"}, "an adapter cannot be called 'default'"),
+        ({"tuning.frozen_adapters": "style=saved"}, "has modules of the model (modules_to_save) besides its factors"),
+        ({"tuning.frozen_adapters": "style=dora"}, "an adapter with DoRA cannot be active with others"),
         ({"optim.name": "muon"}, "optim.name muon does not work with tuning.method lora"),
         (
             {"training.precision": "fp8", "tuning.quantize_base": "int8"},
@@ -411,6 +463,12 @@ def test_what_is_refused(
     changes: dict[str, Any], message: str, lora_settings: Settings, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     values = lora_settings() | changes
+    if "tuning.frozen_adapters" in changes:
+        settings = {"dora": {"use_dora": True}, "saved": {"modules_to_save": ["embed_tokens", "lm_head"]}}
+        name, _, path = changes["tuning.frozen_adapters"].partition("=")
+        if path in settings:
+            load_peft(Path(values["model.path"]), **settings[path]).save_pretrained(tmp_path / path)
+            values["tuning.frozen_adapters"] = f"{name}={tmp_path / path}"
     if "model.tokenizer" in changes:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
         tokenizer.add_tokens([f"<new-{n}>" for n in range(64)])

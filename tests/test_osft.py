@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import parity
 from exact_runs import StopAt, assert_same_run
 from layouts import CPU
+from selection import the_rest
 from sides import MAX_NORM, WEIGHT_DECAY, collated
 from steps import train_step
 from tiny_families import make_model
@@ -270,7 +271,10 @@ def test_training_equals_a_plain_loop(family: str, tmp_path: Path) -> None:
 
 
 class TestFrozenDirections:
-    @pytest.mark.parametrize(("precision", "split_bf16"), [("fp32", False), ("bf16", False), ("bf16", True)])
+    @pytest.mark.parametrize(
+        ("precision", "split_bf16"),
+        [("fp32", False), ("bf16", True), pytest.param("bf16", False, marks=the_rest)],
+    )
     def test_stay_as_they_are_for_200_steps(self, precision: str, split_bf16: bool, tmp_path: Path) -> None:
         folder = make_model(tmp_path / "llama", "llama", "tied")
         file = folder / "model.safetensors"

@@ -48,7 +48,7 @@ FUSED = ("tp 2 + sequence", "pp 2")
 # Also with Muon, step-locked only: over several steps the rounding of its bf16 iteration adds up.
 MUON = ("zero 3", "pp 2", "hsdp 2x2", "dp 2 x tp 2")
 # Llama runs in all layouts by default, the other families in these.
-REPRESENTATIVE = ("zero 3", "tp 2 + sequence", "pp 2", "tp 4, 2 KV heads")
+REPRESENTATIVE = ("pp 2", "tp 4, 2 KV heads")
 
 
 def make_cases(root: Path, family: str, processes: int, names: list[str]) -> list[Case]:

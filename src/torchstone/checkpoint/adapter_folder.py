@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torchstone import hub
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
-from torchstone.checkpoint.tensor_files import open_tensor_file, read_slice_into, write_tensors
+from torchstone.checkpoint.tensor_files import open_tensor_file, write_tensors
 from torchstone.checkpoint.weight_files import Shapes, hf_tensors, list_names
 from torchstone.checkpoint.weight_names import WeightNames
 from torchstone.errors import CheckpointError, UsageError
@@ -35,6 +35,7 @@ from torchstone.tuning.lora import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    AdapterTensors,
     LoraAdapter,
     LoraSpec,
     is_adapter_parameter,
@@ -64,40 +65,14 @@ SUPPORTED = {
 # Initializations that change the base model, so that the adapter alone does not describe the result.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # In the file's metadata: the ranks of the projections whose factors are stacked in a linear; of the base model, its
-# fingerprint (`fingerprint`) and how its linears were quantized.
+# fingerprint (`fingerprint`) and how its linears were quantized; the names of the frozen adapters, which are in folders
+# of these names, as PEFT has them.
 STACKED, BASE, QUANTIZATION = "torchstone_stacked", "torchstone_base", "torchstone_base_quantization"
+FROZEN = "torchstone_frozen_adapters"
 # Values of a row that count in a fingerprint.
 FINGERPRINT_COLUMNS = 64
 # By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
 Factors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class AdapterTensors:
-    """An adapter and its values, by the names of our parameters; `saved` are those of the base that it replaces.
-
-    A `TensorSource`.
-    """
-
-    adapter: LoraAdapter
-    factors: Mapping[str, Tensor]
-    saved: Mapping[str, Tensor] = field(default_factory=dict)
-    # The base model: as adapter_config.json names it, and its fingerprint if the adapter is one of ours.
-    base: str | None = None
-    base_fingerprint: str | None = None
-    # How the linears of the base were quantized, and the dtype that was computed in, such as nf4/bfloat16.
-    base_quantization: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.factors, *self.saved]
-
-    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
-        read_slice_into(self.factors[name] if name in self.factors else self.saved[name], target, offset)
-
-    def factors_of(self, linear: str) -> Factors:
-        kinds = (LORA_A, LORA_B, MAGNITUDE) if self.adapter.use_dora else (LORA_A, LORA_B)
-        return {kind: self.factors[parameter_name(linear, self.adapter.name, kind)] for kind in kinds}
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -162,12 +137,16 @@ def base_name(config: dict[str, Any]) -> str | None:
 def open_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str = "default") -> AdapterTensors:
     """The adapter of a folder of PEFT's, or of a checkpoint of any layout. `shapes`: of the model's parameters."""
     if shard_files(folder, WEIGHTS):
-        return _read_sharded(folder, names, adapter_name)
-    return read_adapter(folder, names, shapes, adapter_name)
+        tensors, frozen = _read_sharded(folder, names, adapter_name)
+    else:
+        tensors, frozen = _read_adapter(folder, names, shapes, adapter_name)
+    return replace(tensors, frozen=tuple(_read_adapter(folder / name, names, shapes, name)[0] for name in frozen))
 
 
-def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> AdapterTensors:
-    """A checkpoint of several ranks has adapter_config.json and their shards of the factors."""
+def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> tuple[AdapterTensors, list[str]]:
+    """A checkpoint of several ranks has adapter_config.json and their shards of the factors.
+
+    Also returns the names of the frozen adapters."""
     config, files = read_adapter_config(folder), ShardedFiles(shard_files(folder, WEIGHTS))
     tensors: dict[str, Tensor] = {}
     for name in files.names:
@@ -182,8 +161,9 @@ def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> Adapte
         linears |= {part: LoraSpec(ranks[part], scale) for part in parts}
     saved = {name: tensor for name, tensor in tensors.items() if name not in factors}
     state = read_json_or_empty(folder / STATE_FILE)
-    adapter, recorded = _adapter_of(config, adapter_name, linears), ("base_fingerprint", "base_quantization")
-    return AdapterTensors(adapter, factors, saved, base_name(config), *(state.get(key) for key in recorded))
+    recorded = (state.get("base_fingerprint"), state.get("base_quantization"))
+    adapter = AdapterTensors(_adapter_of(config, adapter_name, linears), factors, saved, base_name(config), *recorded)
+    return adapter, state.get("frozen_adapters") or []
 
 
 def _adapter_of(config: dict[str, Any], name: str, linears: Mapping[str, LoraSpec]) -> LoraAdapter:
@@ -191,8 +171,10 @@ def _adapter_of(config: dict[str, Any], name: str, linears: Mapping[str, LoraSpe
     return LoraAdapter(name, linears, float(dropout), bool(use_dora), bool(use_rslora))
 
 
-def read_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str = "default") -> AdapterTensors:
-    """A folder of PEFT's. Unknown tensors are an error."""
+def _read_adapter(
+    folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str
+) -> tuple[AdapterTensors, list[str]]:
+    """A folder of PEFT's. Unknown tensors are an error. Also returns the names of the frozen adapters."""
     config = read_adapter_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(f"{folder}: no {WEIGHTS_FILE}", "pickles (adapter_model.bin) are never read")
@@ -235,9 +217,9 @@ def read_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name:
     if unknown or wrong or not factors:
         problem = "has no factors" if not factors else "does not fit the model"
         raise CheckpointError(f"{folder}: the adapter {problem}", list_names(unknown=unknown, shape=wrong) or None)
-    adapter = _adapter_of(config, adapter_name, linears)
-    recorded = (file.metadata.get(key) for key in (BASE, QUANTIZATION))
-    return AdapterTensors(adapter, factors, saved, base_name(config), *recorded)
+    recorded = (file.metadata.get(BASE), file.metadata.get(QUANTIZATION))
+    adapter = AdapterTensors(_adapter_of(config, adapter_name, linears), factors, saved, base_name(config), *recorded)
+    return adapter, json.loads(file.metadata.get(FROZEN, "[]"))
 
 
 def _check_tied_head(folder: Path, saved: dict[str, Tensor], is_tied: bool) -> None:
@@ -292,8 +274,22 @@ def write_adapter(
         metadata[BASE] = tensors.base_fingerprint
     if tensors.base_quantization is not None:
         metadata[QUANTIZATION] = tensors.base_quantization
+    if tensors.frozen:
+        metadata[FROZEN] = json.dumps([each.adapter.name for each in tensors.frozen])
+        warnings += write_frozen_adapters(folder, tensors.frozen, names, is_tied, average)
     write_tensors(folder / WEIGHTS_FILE, {name: tensor.contiguous() for name, tensor in stored.items()}, metadata)
     write_adapter_config(folder, tensors.adapter, names, saved, tensors.base, average)
+    return warnings
+
+
+def write_frozen_adapters(
+    folder: Path, adapters: Iterable[AdapterTensors], names: WeightNames, is_tied: bool, average: bool = False
+) -> list[str]:
+    """Writes each into a folder of its name; returns warnings."""
+    warnings = []
+    for tensors in adapters:
+        (folder / tensors.adapter.name).mkdir()
+        warnings += write_adapter(folder / tensors.adapter.name, tensors, names, is_tied, average)
     return warnings
 
 

@@ -7,7 +7,7 @@ with the source, and the logits of a fixed text are compared with ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor
 from torchstone.atomic import check_utf8, new_folder
 from torchstone.checkpoint.adapter_folder import (
     WEIGHTS_FILE,
-    AdapterTensors,
     is_adapter_folder,
     open_adapter,
     write_adapter,
@@ -48,7 +47,7 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
-from torchstone.tuning.lora import MergedTensors
+from torchstone.tuning.lora import AdapterTensors, MergedTensors
 from torchstone.tuning.osft import MergedOsft
 
 CPU = torch.device("cpu")
@@ -139,7 +138,8 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, tru
         elif verify:
             merged = load_model(folder, CPU, execution=execution)
             weights = _dequantized_weights(model, tensors)
-            difference = verify_adapter(work, base, merged, tokenizer, average, trust_remote_code, weights)
+            frozen = [each.adapter.name for each in tensors.frozen]
+            difference = verify_adapter(work, base, merged, tokenizer, average, trust_remote_code, weights, frozen)
     file = target / WEIGHTS_FILE
     return {
         "source": str(folder),
@@ -173,11 +173,12 @@ def verify_adapter(
     is_changed: bool = False,
     trust_remote_code: bool = False,
     weights: Mapping[str, Tensor] = NO_WEIGHTS,
+    frozen: Sequence[str] = (),
 ) -> float | None:
     """Loads the adapter with PEFT; returns the largest difference to the logits of our merged `model`, in fp32.
 
     `is_changed`: its A are means, so that the logits differ. `weights`: those of the base that are not the ones of its
-    files. None if `base` is not a folder that Transformers loads.
+    files. `frozen`: adapters that are active too. None if `base` is not a folder that Transformers loads.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -192,7 +193,11 @@ def verify_adapter(
     )
     for name, weight in weights.items():
         reference.get_parameter(name).copy_(weight)
-    reference = PeftModel.from_pretrained(reference, str(folder)).eval()
+    reference = PeftModel.from_pretrained(reference, str(folder))
+    for name in frozen:
+        reference.load_adapter(str(folder / name), name)
+    reference.base_model.set_adapter(["default", *frozen])
+    reference.eval()
     ids = _probe_ids(model, tokenizer)
     logits = model.module.eval()(ids, torch.arange(ids.shape[1])[None])
     difference = (reference(ids).logits - logits).abs().max().item()

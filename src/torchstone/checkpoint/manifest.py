@@ -150,8 +150,8 @@ def _verify_share(folder: Path, rank: int, world_size: int) -> None:
 
 
 def _check_unlisted(folder: Path, listed: Collection[str]) -> None:
-    names = sorted(path.name for path in folder.iterdir() if path.name not in listed)
-    unlisted = [n for n in names if n.lower().endswith(TENSOR_SUFFIXES) or n == ADAPTER_CONFIG]
+    names = sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*")} - set(listed))
+    unlisted = [n for n in names if n.lower().endswith(TENSOR_SUFFIXES) or Path(n).name == ADAPTER_CONFIG]
     if unlisted:
         more = f" and {len(unlisted) - 8} more" if len(unlisted) > 8 else ""
         raise UnlistedFilesError(

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.adapter_folder import (
-    AdapterTensors,
     check_base,
     fingerprint,
     is_adapter_folder,
@@ -66,7 +65,7 @@ from torchstone.models.model import (
 from torchstone.models.tensors import TensorSource
 from torchstone.parallel.build import ModelBuilder, fill_parameters
 from torchstone.parallel.local_shards import local_shards
-from torchstone.tuning.lora import MergedTensors, is_adapter_parameter
+from torchstone.tuning.lora import AdapterTensors, MergedTensors, is_adapter_parameter
 from torchstone.tuning.osft import MergedOsft
 from torchstone.tuning.plan import LoraPlan, TuningPlan
 from torchstone.tuning.quantize import DequantizedTensors, parse_quantization, quantize_loaded
@@ -165,7 +164,7 @@ def _merge_into_fallback(
         adapter = open_adapter(folder, info.names, info.shapes)
         check_base(adapter.base_fingerprint, info.fingerprint, folder, base)
         source = MergedTensors(
-            as_trained(values, adapter, info.shapes, info.linears), adapter, [adapter.adapter], info.shapes
+            as_trained(values, adapter, info.shapes, info.linears), adapter, adapter.adapters, info.shapes
         )
         linears = [name.removesuffix(".weight") for name in info.linears]
         saved = list(adapter.saved)
@@ -313,7 +312,7 @@ def _open_merged(folder: Path, model_type: str, config: DecoderConfig) -> Merged
     files = open_weights(base, model_type, config)
     check_base(tensors.base_fingerprint, fingerprint(files, shapes), folder, base)
     source = as_trained(files, tensors, shapes, block_linears(shapes))
-    return MergedTensors(source, tensors, [tensors.adapter], shapes)
+    return MergedTensors(source, tensors, tensors.adapters, shapes)
 
 
 def as_trained(base: TensorSource, tensors: AdapterTensors, shapes: Shapes, linears: Collection[str]) -> TensorSource:

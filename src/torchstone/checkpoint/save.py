@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchstone.checkpoint import manifest
-from torchstone.checkpoint.adapter_folder import AdapterTensors, write_adapter, write_adapter_config
+from torchstone.checkpoint.adapter_folder import write_adapter, write_adapter_config, write_frozen_adapters
 from torchstone.checkpoint.osft_folder import OsftConfig, write_osft_config
 from torchstone.checkpoint.shard_files import OPTIMIZER, RNG, WEIGHTS, shard_file, write_shards
 from torchstone.checkpoint.tensor_files import write_tensors
@@ -34,7 +34,7 @@ from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, Nat
 from torchstone.observe.console import Console
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
-from torchstone.tuning.lora import is_adapter_parameter, split_parameter_name
+from torchstone.tuning.lora import AdapterTensors, is_adapter_parameter, split_parameter_name
 from torchstone.tuning.plan import LoraPlan, OsftPlan
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -82,7 +82,8 @@ def save_model(model: Model, folder: Path, ctx: ParallelContext = SINGLE_PROCESS
     if isinstance(tuning, OsftPlan):
         save_osft_config(tuning, folder)
     elif isinstance(tuning, LoraPlan) and has_shards:
-        write_adapter_config(folder, tuning.trained_adapter, names, tuning.trained_parameters, tuning.base)
+        write_adapter_config(folder, tuning.adapter, names, tuning.trained_parameters, tuning.base)
+        write_frozen_adapters(folder, tuning.frozen, names, model.decoder_config.tied)
     elif isinstance(tuning, LoraPlan):
         trained = {name: parameter.detach() for name, parameter in model.trained_parameters()}
         save_adapter(trained, tuning, names, model.decoder_config.tied, folder)
@@ -130,7 +131,7 @@ def save_adapter(trained: dict[str, Tensor], tuning: LoraPlan, names: WeightName
     factors = {name: tensor for name, tensor in trained.items() if is_adapter_parameter(name)}
     saved = {name: tensor for name, tensor in trained.items() if name not in factors}
     recorded = (tuning.base, tuning.base_fingerprint, tuning.base_quantization)
-    tensors = AdapterTensors(tuning.trained_adapter, factors, saved, *recorded)
+    tensors = AdapterTensors(tuning.adapter, factors, saved, *recorded, tuning.frozen)
     write_adapter(folder, tensors, names, is_tied)
 
 

@@ -57,6 +57,7 @@ ALIASES = {
 MAPPINGS = {
     "data.columns": "prompt=question,completion=answer",
     "data.validation_path": "task_b=b.jsonl,task_a=a.jsonl",
+    "tuning.frozen_adapters": "style=runs/style,math=runs/math",
 }
 BATCH_KEYS = ("training.global_batch_size", "training.grad_accum_steps")
 # Values that set a key to None.
@@ -460,6 +461,8 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
     if value is None or (isinstance(value, str) and value.lower() in NULL_WORDS):
         return None
     inner, *mappings = [choice for choice in get_args(annotation) if choice is not type(None)]
+    if get_origin(inner) is dict:
+        mappings = [inner]
     if mappings and isinstance(value, str):
         value = _read_named_paths(value, key)
     if mappings and isinstance(value, Mapping):

@@ -340,6 +340,9 @@ class TuningConfig:
     adapter: PathText | None = None
     """PEFT adapter to continue: a folder, or a run. Rank, alpha, dropout and targets are its own."""
 
+    frozen_adapters: dict[SetName, PathText] | None = None
+    """PEFT adapters of the same model that are active in training, but not trained, as in style=runs/style."""
+
     quantize_base: Literal["none", "int8", "nf4"] = "none"
     """LoRA: keep the frozen linears of the blocks in 8 or 4 bits, by bitsandbytes (QLoRA)."""
 
@@ -510,7 +513,7 @@ LORA_LEARNING_RATE = 2e-4
 OSFT_KEYS = ("unfreeze_rank_ratio", "osft_targets", "osft_train_rest")
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_rslora", "lora_dora")
 # What of LoRA is no part of an adapter.
-LORA_RUN_KEYS = ("lora_plus_ratio", "adapter", "quantize_base")
+LORA_RUN_KEYS = ("lora_plus_ratio", "adapter", "frozen_adapters", "quantize_base")
 # Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
 PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
 

@@ -166,6 +166,7 @@ def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: 
         else {
             "base_fingerprint": model.tuning.base_fingerprint,
             "base_quantization": getattr(model.tuning, "base_quantization", None),
+            "frozen_adapters": [tensors.adapter.name for tensors in getattr(model.tuning, "frozen", ())],
         }
     )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from torchstone import hub
 from torchstone.checkpoint.adapter_folder import check_base, is_adapter_folder, open_adapter
@@ -21,7 +23,7 @@ from torchstone.observe.console import Console, count_text
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext
-from torchstone.tuning.lora import LoraAdapter, LoraSpec, split_parameter_name
+from torchstone.tuning.lora import AdapterTensors, LoraAdapter, LoraSpec, split_parameter_name
 from torchstone.tuning.osft import OSFT_Z, FrozenBasis, SubspaceProjection, frozen_basis, frozen_rank, split_bf16
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.quantize import check_quantization, format_quantization
@@ -61,15 +63,50 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
         check_quantization()
         quantization = format_quantization(tuning.quantize_base, COMPUTE_DTYPE[config.training.precision])
         quantized = frozenset(name.removesuffix(".weight") for name in model.linears)
-    if tensors is not None and tensors.base_quantization != quantization:
-        raise UsageError(
-            f"the linears of the adapter's model were quantized as {tensors.base_quantization}, now {quantization}",
-            "use the same --tuning.quantize_base and --training.precision",
-        )
+    frozen = () if tensors is None else tensors.frozen
+    if checkpoint is None:
+        frozen += _open_frozen_adapters(tuning, model, base)
+    for each in (*([] if tensors is None else [tensors]), *frozen):
+        if each.base_quantization != quantization:
+            raise UsageError(
+                f"the linears of the adapter's model were quantized as {each.base_quantization}, now {quantization}",
+                "use the same --tuning.quantize_base and --training.precision",
+            )
+    _check_frozen_adapters(adapter, frozen)
     return LoraPlan(
-        with_tied_head(saved, model), tensors, _base_name(config, base), model.fingerprint, (adapter,), ADAPTER_NAME,
+        with_tied_head(saved, model), tensors, _base_name(config, base), model.fingerprint, adapter, frozen,
         config.training.seed, quantized, quantization,
     )  # fmt: skip
+
+
+def _open_frozen_adapters(tuning: TuningConfig, model: BaseModelInfo, base: Path) -> tuple[AdapterTensors, ...]:
+    opened = []
+    for name, path in (tuning.frozen_adapters or {}).items():
+        # What a submodule cannot be called.
+        if "." in name or name == ADAPTER_NAME or hasattr(nn.ModuleDict, name):
+            raise UsageError(f"tuning.frozen_adapters: an adapter cannot be called {name!r}", "use another name")
+        folder = resolve_model_folder(path)
+        tensors = open_adapter(folder, model.names, model.shapes, name)
+        check_base(tensors.base_fingerprint, model.fingerprint, folder, base)
+        if tensors.frozen or tensors.saved:
+            kind = "frozen adapters" if tensors.frozen else "modules of the model (modules_to_save)"
+            raise UsageError(
+                f"tuning.frozen_adapters: {folder} has {kind} besides its factors",
+                f"merge it first (torchstone export {path} FOLDER --merge), and use the result as --model.path",
+            )
+        opened.append(tensors)
+    return tuple(opened)
+
+
+def _check_frozen_adapters(adapter: LoraAdapter, frozen: Sequence[AdapterTensors]) -> None:
+    names = [each.adapter.name for each in frozen]
+    if len(set(names)) < len(names):
+        raise UsageError("tuning.frozen_adapters and the continued adapter have a name in common", "use another name")
+    if frozen and any(each.use_dora for each in (adapter, *(each.adapter for each in frozen))):
+        raise UsageError(
+            "an adapter with DoRA cannot be active with others: it scales all of a weight",
+            "leave out tuning.frozen_adapters, or merge one of them first with torchstone export --merge",
+        )
 
 
 def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> OsftPlan:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -46,6 +46,48 @@ class LoraAdapter:
     use_dora: bool = False
     # The scale is alpha / sqrt(rank); only for adapter_config.json.
     use_rslora: bool = False
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """An adapter and its values, by the names of our parameters; `saved` are those of the base that it replaces.
+
+    A `TensorSource`.
+    """
+
+    adapter: LoraAdapter
+    factors: Mapping[str, Tensor]
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    # The base model: as adapter_config.json names it, and its fingerprint if the adapter is one of ours.
+    base: str | None = None
+    base_fingerprint: str | None = None
+    # How the linears of the base were quantized, and the dtype that was computed in, such as nf4/bfloat16.
+    base_quantization: str | None = None
+    # Frozen adapters that were active when it was trained.
+    frozen: tuple[AdapterTensors, ...] = ()
+
+    @property
+    def adapters(self) -> list[LoraAdapter]:
+        """All that are active."""
+        return [self.adapter, *(each.adapter for each in self.frozen)]
+
+    @cached_property
+    def values(self) -> dict[str, Tensor]:
+        """All tensors, with those of the frozen adapters."""
+        return {**self.factors, **self.saved, **{k: v for each in self.frozen for k, v in each.values.items()}}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
+        values = self.values[name]
+        target.copy_(values[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
+
+    def factors_of(self, linear: str) -> dict[str, Tensor]:
+        """By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE."""
+        kinds = (LORA_A, LORA_B, MAGNITUDE) if self.adapter.use_dora else (LORA_A, LORA_B)
+        return {kind: self.factors[parameter_name(linear, self.adapter.name, kind)] for kind in kinds}
 
 
 class LoraFactors(nn.Module):
@@ -219,15 +261,26 @@ def split_parameter_name(name: str) -> tuple[str, str, str]:
 class InitialFactors:
     """A `TensorSource` of initial values: those of PEFT, from a random stream of each parameter's own.
 
-    `base`: has the weights, whose row norms are DoRA's first magnitudes. The values are the same in any layout.
+    `base`: has the weights, whose row norms are DoRA's first magnitudes. The values are the same in any layout. Those
+    of `frozen` adapters are their own.
     """
 
-    def __init__(self, base: TensorSource, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
+    def __init__(
+        self,
+        base: TensorSource,
+        shapes: Mapping[str, Sequence[int]],
+        seed: int,
+        frozen: Iterable[AdapterTensors] = (),
+    ) -> None:
         """`shapes`: of the base's parameters."""
         self.base, self.shapes, self.seed = base, shapes, seed
+        self.frozen = {tensors.adapter.name: tensors for tensors in frozen}
 
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
-        linear, _, kind = split_parameter_name(name)
+        linear, adapter, kind = split_parameter_name(name)
+        if adapter in self.frozen:
+            self.frozen[adapter].read_into(name, target, offset)
+            return
         in_features = self.shapes[f"{linear}.weight"][1]
         if kind == LORA_B:
             target.zero_()

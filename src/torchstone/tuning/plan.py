@@ -16,6 +16,7 @@ from torchstone.models.decoder import Decoder
 from torchstone.models.tensors import NamedTensors, TensorSource
 from torchstone.tuning.fused_lora import fuse_lora
 from torchstone.tuning.lora import (
+    AdapterTensors,
     InitialFactors,
     LoraAdapter,
     add_adapter,
@@ -107,24 +108,20 @@ class _TunedTensors:
 
 @dataclass(frozen=True)
 class LoraPlan(TuningPlan):
-    """`adapters`: all that are active; `trained`: the name of the one that is trained. New ones are drawn from `seed`.
+    """`adapter`: the one that is trained; a new one is drawn from `seed`. `frozen`: others that are active.
 
     `trained_parameters` are PEFT's modules_to_save.
     """
 
-    adapters: tuple[LoraAdapter, ...]
-    trained: str
+    adapter: LoraAdapter
+    frozen: tuple[AdapterTensors, ...] = ()
     seed: int = 0
     # Linears that are kept in fewer bits, and how (`format_quantization`).
     quantized: frozenset[str] = frozenset()
     base_quantization: str | None = None
 
-    @property
-    def trained_adapter(self) -> LoraAdapter:
-        return next(adapter for adapter in self.adapters if adapter.name == self.trained)
-
     def add_to(self, module: nn.Module) -> None:
-        for adapter in self.adapters:
+        for adapter in (self.adapter, *(tensors.adapter for tensors in self.frozen)):
             add_adapter(module, adapter)
 
     def prepare_decoder(self, decoder: Decoder, frozen_dtype: torch.dtype, tp: int) -> None:
@@ -135,21 +132,22 @@ class LoraPlan(TuningPlan):
             quantize_linears(decoder, self.quantized, *parse_quantization(self.base_quantization))
 
     def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
-        return InitialFactors(base, shapes, self.seed)
+        return InitialFactors(base, shapes, self.seed, self.frozen)
 
     def trains_factor(self, name: str) -> bool:
-        return split_parameter_name(name)[1] == self.trained
+        return split_parameter_name(name)[1] == self.adapter.name
 
     def count_parameters(self, shapes: Shapes) -> dict[str, int]:
-        adapter = self.trained_adapter
-        factors = 0
+        adapter, factors = self.adapter, 0
         for linear, spec in adapter.linears.items():
             rows, columns = shapes[f"{linear}.weight"]
             factors += spec.rank * (rows + columns) + (rows if adapter.use_dora else 0)
         ranks = sorted({spec.rank for spec in adapter.linears.values()})
         kind = f"{'DoRA' if adapter.use_dora else 'LoRA'} of rank {', '.join(map(str, ranks))}"
         saved = self._count(self.trained_parameters, shapes)
-        return {f"{kind} on {len(adapter.linears)} linears": factors} | ({"modules_to_save": saved} if saved else {})
+        others = ", ".join(tensors.adapter.name for tensors in self.frozen)
+        kind += f" on {len(adapter.linears)} linears" + (f" beside the frozen {others}" if others else "")
+        return {kind: factors} | ({"modules_to_save": saved} if saved else {})
 
 
 @dataclass(frozen=True)
