@@ -5,7 +5,7 @@ RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 
-.PHONY: install demo test test-all faults lint clean
+.PHONY: install demo test docs test-all faults lint clean
 
 install: $(STAMP)
 
@@ -25,7 +25,11 @@ demo: $(STAMP)
 test: $(TEST_STAMP)
 	$(RUN)/python -m pytest -n 3 --dist worksteal --durations=25
 
-# All layouts and faults; `make test` runs one of each kind.
+# The commands of the README and of docs/.
+docs: $(TEST_STAMP)
+	TESTS=docs $(RUN)/python -m pytest -n 3 --dist worksteal tests/test_docs.py
+
+# All layouts, faults and pages; `make test` runs one of each kind.
 test-all: $(TEST_STAMP)
 	TESTS=all $(RUN)/python -m pytest -n 3 --dist worksteal --durations=25
 

@@ -1,5 +1,5 @@
-"""Which of the longest tests the ordinary suite runs: of those that start and end whole launches one of each kind, and
-of the largest layout one family. `make test-all` (TESTS=all) runs all of them.
+"""Which of the longest tests `make test` runs: of those that start and end whole launches one of each kind, and of the
+largest layout one family. `make docs` (TESTS=docs) runs the documentation, `make test-all` (TESTS=all) everything.
 """
 
 from __future__ import annotations
@@ -10,4 +10,7 @@ import pytest
 
 the_rest = pytest.mark.skipif(
     os.environ.get("TESTS") != "all", reason="one of its kind is run; `make test-all` runs all"
+)
+documentation = pytest.mark.skipif(
+    os.environ.get("TESTS") not in ("docs", "all"), reason="`make docs` runs the commands of the documentation"
 )

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
+from selection import documentation
 from torchstone import cli
 from torchstone.checkpoint import weight_names
 from torchstone.config.help import markdown_table
@@ -74,6 +75,7 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@documentation
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_work(
     page: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

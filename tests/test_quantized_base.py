@@ -76,7 +76,7 @@ def load_quantized(folder: Path, adapter: Path, kind: str) -> Model:
     info, tensors = read_base_model_info(folder), open_peft_adapter(folder, adapter)
     linears = frozenset(name.removesuffix(".weight") for name in info.linears)
     plan = LoraPlan(
-        frozenset(), tensors, "base", "", (tensors.adapter,), "default", 0, linears, f"{kind}/float32"
+        frozenset(), tensors, "base", "", tensors.adapter, tensors.frozen, 0, linears, f"{kind}/float32"
     )  # fmt: skip
     return load_model(folder, CPU, tuning=plan)
 
