@@ -7,19 +7,22 @@ import json
 import math
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tiny import flags
-from torchstone import api
+from torchstone import api, triton_support
 from torchstone.config.load import load_config
 from torchstone.config.schema import Config
+from torchstone.errors import WorkerError
 from torchstone.models import execution as execution_module
 from torchstone.models.choice import Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
@@ -30,6 +33,7 @@ from torchstone.training.defaults import choose_precision, slow_choices
 from torchstone.training.run import Callback, Run
 from torchstone.training.step import StepResult, compute_gradients
 from torchstone.training.step_log import StepLog
+from torchstone.triton_support import triton_error
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -40,7 +44,7 @@ AUTO = ExecutionOptions(compile="auto", recompute="auto")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr(execution_module, "find_spec", lambda name: object())
+    monkeypatch.setattr(execution_module, "triton_error", lambda: None)
 
 
 def make_config(**values: Any) -> Config:
@@ -96,9 +100,38 @@ class TestCompile:
     def test_it_is_left_out_with_the_reason(self, changes: dict[str, Any], reason: str) -> None:
         assert choose_compile(replace(AUTO, **changes), CUDA) == Choice("none", reason)
 
-    def test_it_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(execution_module, "find_spec", lambda name: None)
-        assert choose_compile(AUTO, CUDA) == Choice("none", "triton is not installed")
+    @pytest.mark.parametrize(
+        ("package", "reason"),
+        [
+            (None, "triton is not installed"),
+            (
+                "raise RuntimeError('Failed to find C compiler.\\nMore')",
+                "triton does not work here: Failed to find C compiler.",
+            ),
+            ("class driver:\n    class active:\n        get_current_device = lambda: 0", None),
+        ],
+    )
+    def test_it_needs_a_triton_that_works(
+        self, package: str | None, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(execution_module, "triton_error", triton_error)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+            monkeypatch.delitem(sys.modules, name)
+        if package is None:
+            monkeypatch.setattr(triton_support, "find_spec", lambda name: None)
+        else:
+            (tmp_path / "triton").mkdir()
+            (tmp_path / "triton/__init__.py").touch()
+            (tmp_path / "triton/runtime.py").write_text(package)
+            monkeypatch.syspath_prepend(tmp_path)
+        triton_error.cache_clear()
+        try:
+            expected = Choice("block", "the first steps take longer") if reason is None else Choice("none", reason)
+            assert choose_compile(AUTO, CUDA) == expected
+        finally:
+            triton_error.cache_clear()
+            for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+                del sys.modules[name]
 
     @pytest.mark.parametrize("changes", [{"run_flops": MIN_FLOPS_TO_COMPILE}, {"liger": ("loss",)}, {"pp": 2}])
     def test_it_is_not_left_out_without_a_reason(self, changes: dict[str, Any]) -> None:
@@ -328,6 +361,25 @@ class TestDelayedReading:
         with pytest.raises(ValueError, match="of step 4"):
             api.train(None, values, callbacks=[Fail()])
         assert [line["step"] for line in read_metrics(Path(values["output_dir"]) / "metrics.jsonl")] == [1, 2, 3]
+
+    @pytest.mark.parametrize("is_done", [False, True])
+    def test_nobody_waits_for_a_device_that_waits_for_a_lost_rank(self, is_done: bool) -> None:
+        read = []
+
+        class Event:
+            def query(self) -> bool:
+                return is_done
+
+        class Log(StepLog):
+            def finish(self) -> None:
+                read.append(self._unread)
+
+        run = SimpleNamespace(device=CPU, ctx=SimpleNamespace(world_size=2, any_rank=bool))
+        log = Log(run, [], None)  # type: ignore[arg-type]
+        log._unread = SimpleNamespace(end=Event())  # type: ignore[assignment]
+        with pytest.raises(WorkerError), log.finished_on_error():
+            raise WorkerError("connection closed by peer")
+        assert len(read) == is_done
 
     @pytest.mark.parametrize("is_delayed", [False, True])
     def test_the_time_of_a_step_has_no_validation_in_it(

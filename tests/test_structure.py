@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 
 # A module imports only from its own layer and the ones above it in this list.
 LAYERS = [
-    {"errors", "atomic", "terminal", "heartbeat", "parent_process", "__init__"},
+    {"errors", "atomic", "terminal", "heartbeat", "parent_process", "triton_support", "user_cache", "__init__"},
     {"config", "launch", "demo.corpus", "demo.builtin"},
     {"data", "models", "loss", "optim", "observe", "hub", "tuning"},
     {"parallel"},

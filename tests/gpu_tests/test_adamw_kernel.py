@@ -52,6 +52,23 @@ def test_it_updates_as_torch_does(shape: tuple[int, ...], gradient_dtype: torch.
     assert torch.equal(ours.copies[parameter], parameter.bfloat16())
 
 
+def test_without_triton_it_is_the_one_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr("torchstone.optim.adamw.triton_error", lambda: "triton is not installed")
+    ours, parameter = make_pair((33, 129), torch.float32, torch.bfloat16)
+    parameter.grad_dtype = None
+    expected = nn.Parameter(parameter.detach().clone())
+    reference = torch.optim.AdamW([expected], fused=True, **OPTIONS)
+    for coefficient in (0.5, torch.nan, 1.0):
+        parameter.grad = torch.randn_like(parameter).bfloat16()
+        expected.grad = parameter.grad.float() * coefficient
+        ours.clip_and_step(torch.tensor(coefficient, dtype=torch.float64, device=DEVICE))
+        if coefficient > 0:
+            reference.step()
+    assert torch.equal(parameter, expected)
+    assert torch.equal(ours.copies[parameter], expected.bfloat16())
+
+
 def test_a_coefficient_that_is_not_a_number_changes_nothing() -> None:
     ours, parameter = make_pair((100,), torch.float32, torch.bfloat16)
     parameter.grad = torch.randn_like(parameter)

@@ -32,7 +32,7 @@ from torchstone.models.attention import (
 )
 from torchstone.models.choice import Choice
 from torchstone.models.execution import ExecutionOptions
-from torchstone.models.flash_attention_4 import flash_attention, flash_attention_backward
+from torchstone.models.flash_attention_4 import flash_attention, flash_attention_4_error, flash_attention_backward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -203,6 +203,7 @@ class TestPackages:
             function = flash_attn_stand_in(returns_pair=request.param == "fa3")
             module.__dict__.update(flash_attn_varlen_func=function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(attention, "flash_attention_4_error", lambda: None)
         load_kernel.cache_clear()
         yield request.param
         load_kernel.cache_clear()
@@ -216,6 +217,7 @@ class TestPackages:
     ) -> None:
         installed = attention.BACKEND_MODULES[backend]
         monkeypatch.setattr(attention, "find_spec", lambda name: True if name == installed else None)
+        monkeypatch.setattr(attention, "version", lambda package: "4.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         assert choose_backend("auto", True, None, None, 64, CUDA, BF16).value == backend
         one_document = choose_backend("auto", False, None, None, 64, CUDA, BF16).value
@@ -262,7 +264,7 @@ class TestPackages:
     def test_auto_does_not_take_fa4_where_it_would_fail(
         self, monkeypatch: pytest.MonkeyPatch, generation: int, head_dim: int, softcap: float | None, reason: str | None
     ) -> None:
-        monkeypatch.setattr(attention, "find_spec", lambda name: True)
+        pretend_that_all_are_installed(monkeypatch)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
         choice = choose_backend("auto", True, None, softcap, head_dim, CUDA, BF16)
         assert (choice.value == "fa4") == (reason is None)
@@ -271,7 +273,48 @@ class TestPackages:
                 choose_backend("fa4", True, None, softcap, head_dim, CUDA, BF16)
 
     def test_fa4_needs_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(attention, "find_spec", lambda name: True)
+        pretend_that_all_are_installed(monkeypatch)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         with pytest.raises(UsageError, match="needs a GPU of the Hopper or Blackwell generation"):
             choose_backend("fa4", False, None, None, 64, CUDA, BF16)
+
+    @pytest.mark.parametrize(
+        ("distribution", "reason"),
+        [
+            (None, "needs the package flash-attn-4, which is not installed"),
+            ("flash_attn_4-4.0.dist-info", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ],
+    )
+    def test_auto_does_not_take_what_cannot_be_imported(
+        self, distribution: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """flash-attn 2.8 brings a folder flash_attn/cute whose dependencies it does not install."""
+        write_package(tmp_path / "flash_attn/cute/interface.py", "import nowhere")
+        write_package(tmp_path / "flash_attn/flash_attn_interface.py", "def flash_attn_varlen_func(): ...")
+        if distribution is not None:
+            (tmp_path / distribution).mkdir()
+            (tmp_path / distribution / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        flash_attention_4_error.cache_clear()
+        try:
+            assert choose_backend("auto", True, None, None, 64, CUDA, BF16).value == "flash-attn"
+            assert choose_backend("auto", False, None, None, 64, CUDA, BF16).value == "sdpa"
+            with pytest.raises(UsageError, match=f"model.attention fa4 {reason}"):
+                choose_backend("fa4", True, None, None, 64, CUDA, BF16)
+        finally:
+            flash_attention_4_error.cache_clear()
+            for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+                del sys.modules[name]
+
+
+def pretend_that_all_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda name: True)
+    monkeypatch.setattr(attention, "version", lambda package: "4.0")
+    monkeypatch.setattr(attention, "flash_attention_4_error", lambda: None)
+
+
+def write_package(module: Path, text: str) -> None:
+    module.parent.mkdir(parents=True, exist_ok=True)
+    (module.parent / "__init__.py").touch()
+    module.write_text(text)

@@ -23,6 +23,7 @@ from torchstone.errors import CheckpointError
 from torchstone.models.tensors import TensorSource
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, local_rank, local_world_size
 from torchstone.tuning.osft import is_decomposition, singular_vectors
+from torchstone.user_cache import user_cache
 
 CONFIG_FILE = "osft_config.json"
 VECTORS = "singular_vectors"
@@ -67,7 +68,7 @@ class SingularVectors:
 
     def __init__(self, base: TensorSource, shapes: Mapping[str, tuple[int, ...]], fingerprint: str) -> None:
         """`base`: has the weights, of these `shapes`."""
-        self.base, self.shapes, self.folder = base, shapes, cache_folder() / "osft" / fingerprint[:32]
+        self.base, self.shapes, self.folder = base, shapes, user_cache() / "osft" / fingerprint[:32]
 
     def compute(
         self,
@@ -139,10 +140,3 @@ class SingularVectors:
 
     def _path(self, linear: str) -> Path:
         return self.folder / f"{linear}.safetensors"
-
-
-def cache_folder() -> Path:
-    """$TORCHSTONE_CACHE, or a folder of the user's cache."""
-    if os.environ.get("TORCHSTONE_CACHE"):
-        return Path(os.environ["TORCHSTONE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torchstone"

@@ -20,7 +20,6 @@ Shapes: B rows, T tokens of a row, N tokens, D width, V vocabulary, or this rank
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchstone.loss.cross_entropy import IGNORE_INDEX
+from torchstone.triton_support import triton_error
 
 # On an H200, half as many tokens at a time are 8 % slower, and twice as many are no faster.
 MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 4096, 256
@@ -158,7 +158,7 @@ def _loss_sum(
 
 def _overwrite_logits(logits_NV: Tensor, labels_N: Tensor, statistics_3N: Tensor, head: Head, gradient: bool) -> None:
     """Writes the statistics of a chunk's logits and, with `gradient`, replaces the logits by their gradient."""
-    if logits_NV.is_cuda and find_spec("triton") is not None:
+    if logits_NV.is_cuda and triton_error() is None:
         from torchstone.loss.kernel import launch
 
         launch(logits_NV, labels_N, statistics_3N, head, statistics=True, gradient=gradient and head.group is None)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -33,14 +34,13 @@ from torch import Tensor
 
 from torchstone.errors import UsageError
 from torchstone.models.choice import AS_REQUESTED, Choice
-from torchstone.models.flash_attention_4 import flash_attention
+from torchstone.models.flash_attention_4 import flash_attention, flash_attention_4_error
 
 AttentionBackend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3", "fa4"]
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 # The doc_id of padding.
 PADDING_DOC_ID = -1
 VARLEN_BACKENDS = ("flash", "flash-attn", "fa3", "fa4")
-# A module of each package: flash-attn-4 is a part of the namespace flash_attn.
 BACKEND_MODULES = {
     "flash-attn": "flash_attn.flash_attn_interface",
     "fa3": "flash_attn_interface",
@@ -186,33 +186,33 @@ def choose_backend(
     device: torch.device, dtype: torch.dtype,
 ) -> Choice:  # fmt: skip
     """Returns the backend for a model on a device, and the reason; raises if a requested backend cannot run."""
-    unsupported_reasons = {
-        backend: _unsupported_reason(backend, softcap, head_dim, device, dtype) for backend in BACKENDS
-    }
+
+    def unsupported_reason(backend: AttentionBackend) -> str | None:
+        return _unsupported_reason(backend, softcap, head_dim, device, dtype)
+
     if requested != "auto":
-        return _check_requested(requested, unsupported_reasons, softcap)
+        return _check_requested(requested, unsupported_reason, softcap)
     if device.type == "cpu":
         return Choice("sdpa", "on a CPU") if softcap is None else Choice("eager", "sdpa has no soft cap")
     if packed or window is not None or softcap is not None:
         reason = "packed documents" if packed else "sliding windows" if window else "a soft cap"
         for backend in ("fa4", "fa3", "flash-attn", "flash", "flex"):
-            if unsupported_reasons[backend] is None:
+            if unsupported_reason(backend) is None:
                 return Choice(backend, reason)
         if softcap is not None:
-            return Choice("eager", f"sdpa has no soft cap; flex {unsupported_reasons['flex']}")
-        return Choice("sdpa", f"{reason}; flash {unsupported_reasons['flash']}")
-    return Choice("sdpa" if unsupported_reasons["fa4"] else "fa4", "one document per row")
+            return Choice("eager", f"sdpa has no soft cap; flex {unsupported_reason('flex')}")
+        return Choice("sdpa", f"{reason}; flash {unsupported_reason('flash')}")
+    return Choice("sdpa" if unsupported_reason("fa4") else "fa4", "one document per row")
 
 
 def _check_requested(
-    requested: str, unsupported_reasons: dict[AttentionBackend, str | None], softcap: float | None
+    requested: str, unsupported_reason: Callable[[AttentionBackend], str | None], softcap: float | None
 ) -> Choice:
-    backend = next(name for name in unsupported_reasons if name == requested)
-    if unsupported_reasons[backend] is not None:
-        usable = [name for name, reason in unsupported_reasons.items() if reason is None]
-        raise UsageError(
-            f"model.attention {requested} {unsupported_reasons[backend]}", f"available here: auto, {', '.join(usable)}"
-        )
+    backend = next(name for name in BACKENDS if name == requested)
+    reason = unsupported_reason(backend)
+    if reason is not None:
+        usable = [name for name in BACKENDS if unsupported_reason(name) is None]
+        raise UsageError(f"model.attention {requested} {reason}", f"available here: auto, {', '.join(usable)}")
     if backend == "sdpa" and softcap is not None:
         return Choice("eager", "sdpa was requested, but it has no soft cap, which this model needs")
     return Choice(backend, AS_REQUESTED)
@@ -226,7 +226,7 @@ def _unsupported_reason(
         return None
     if device.type != "cuda":
         return f"runs on CUDA devices, not on {device.type}"
-    if backend in BACKEND_MODULES and not _is_installed(BACKEND_MODULES[backend]):
+    if backend in BACKEND_MODULES and not _is_installed(backend):
         return f"needs the package {BACKEND_PACKAGES[backend]}, which is not installed"
     if backend == "flex":
         # Its Triton kernels need blocks of at least 16.
@@ -238,7 +238,8 @@ def _unsupported_reason(
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of the Ampere generation or later"
     if backend == "fa4":
-        return _fa4_unsupported_reason(softcap, head_dim, torch.cuda.get_device_capability(device)[0])
+        generation = torch.cuda.get_device_capability(device)[0]
+        return _fa4_unsupported_reason(softcap, head_dim, generation) or flash_attention_4_error()
     if backend == "flash" and softcap is not None:
         return "has no soft cap, which this model needs"
     return None
@@ -255,11 +256,14 @@ def _fa4_unsupported_reason(softcap: float | None, head_dim: int, generation: in
     return None
 
 
-def _is_installed(module: str) -> bool:
+def _is_installed(backend: AttentionBackend) -> bool:
     try:
-        return find_spec(module) is not None
+        if backend == "fa4":
+            # flash-attn has a folder flash_attn.cute, too.
+            version(BACKEND_PACKAGES[backend])
+        return find_spec(BACKEND_MODULES[backend]) is not None
     except ModuleNotFoundError:
-        # Its package is not.
+        # The package, or the folder of the module.
         return False
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -34,6 +33,7 @@ from torchstone.models.attention import KVCache, choose_backend, mark_dynamic, s
 from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.decoder import Block, Decoder, DecoderConfig, Fusion, LayerInputs
 from torchstone.models.fp8 import Fp8Options
+from torchstone.triton_support import triton_error
 
 Recompute = Literal["auto", "none", "elementwise", "selective", "full"]
 Compile = Literal["auto", "none", "block", "whole"]
@@ -86,8 +86,8 @@ def choose_compile(execution: ExecutionOptions, device: torch.device) -> Choice:
         return Choice("none", "torch.compile computes wrong gradients with parallel.tp")
     if kernels := {"norm", "rope", "mlp"}.intersection(execution.liger):
         return Choice("none", f"model.liger {min(kernels)} would break its graphs")
-    if find_spec("triton") is None:
-        return Choice("none", "triton is not installed")
+    if error := triton_error():
+        return Choice("none", error)
     if execution.run_flops is not None and execution.run_flops < MIN_FLOPS_TO_COMPILE:
         return Choice("none", f"the run is too short: {execution.run_flops / 1e15:.2g} PFLOP per device")
     return Choice("block", LONGER)

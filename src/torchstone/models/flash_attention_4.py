@@ -9,18 +9,12 @@ from __future__ import annotations
 import os
 import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CACHE = {
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(
-        Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torchstone/flash-attention-4"
-    ),
-}
+from torchstone.user_cache import user_cache
 
 
 @torch.library.custom_op("torchstone::flash_attention_4", mutates_args=())
@@ -96,9 +90,20 @@ flash_attention.register_autograd(_backward, setup_context=_save)
 
 
 @cache
+def flash_attention_4_error() -> str | None:
+    """Why the installed package cannot be used; None if it can."""
+    try:
+        _interface()
+    except Exception as error:
+        # With other versions of its dependencies, it raises all kinds of errors.
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    return None
+
+
+@cache
 def _interface() -> Any:
-    for name, value in CACHE.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(user_cache() / "flash-attention-4"))
     # Its own arguments, which it converts in another way.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
     from flash_attn.cute import interface

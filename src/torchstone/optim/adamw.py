@@ -3,7 +3,8 @@
 The kernel reads a gradient once, in bf16 or fp32, scales it by the clipping coefficient, updates the parameter and its
 moments, and writes the bf16 copy that the next step computes with. torch's fused kernel needs an fp32 gradient, and
 casting, clipping and copying are passes of their own; together they take twice as long. If the coefficient is NaN,
-weights and moments stay: the decision is made on the device, and the host reads the numbers later.
+weights and moments stay: the decision is made on the device, and the host reads the numbers later. Without Triton, and
+on a CPU, it is torch's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchstone.optim.clip import scale_gradients, to_local
+from torchstone.triton_support import triton_error
 
 
 class OptimizerState(NamedTuple):
@@ -48,7 +50,7 @@ class AdamW(torch.optim.AdamW):
         """Multiplies the gradients by `coefficient` and updates the parameters. If it is NaN, parameters and moments
         stay as they are; on CUDA the step is counted all the same."""
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        if all(p.is_cuda for _, parameters in groups for p in parameters):
+        if all(p.is_cuda for _, parameters in groups for p in parameters) and triton_error() is None:
             for group, parameters in groups:
                 self._update(group, parameters, coefficient)
             return

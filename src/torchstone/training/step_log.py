@@ -71,10 +71,15 @@ class StepLog:
         try:
             yield
         except Exception:
-            # A device that failed has no numbers.
-            with suppress(RuntimeError):
-                self.finish()
+            # A device that failed has no numbers; one that waits for a rank that is gone will never have them.
+            if self.run.ctx.world_size == 1 or self._is_known():
+                with suppress(RuntimeError):
+                    self.finish()
             raise
+
+    def _is_known(self) -> bool:
+        """Whether the device has finished the last step."""
+        return self._unread is not None and (self._unread.end is None or self._unread.end.query())
 
     def finish(self) -> None:
         """Reads the last step and writes its metrics, if it has not been read."""

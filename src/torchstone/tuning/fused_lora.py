@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchstone.models.decoder import ACTIVATIONS, MLP, Decoder
+from torchstone.triton_support import triton_error
 from torchstone.tuning.lora import base_output, get_factors, project_together
 
 # (gradient of the result, input) -> gradient of the input.
@@ -57,7 +57,7 @@ def fuse_lora(decoder: Decoder, devices: tuple[str, ...] = ("cuda",)) -> None:
 
 
 def _has_kernels() -> bool:
-    return find_spec("triton") is not None and torch.version.hip is None
+    return torch.version.hip is None and triton_error() is None
 
 
 class FusedLoraMLP(MLP):
