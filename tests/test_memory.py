@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,20 @@ import torch
 
 from precision import single_process_runner, step_batch
 from steps import train_step
+from torchstone.config.load import load_config
 from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
 from torchstone.models.decoder import DecoderConfig, LayerSpec
 from torchstone.optim.build import build_optimizer
+from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.parallel.projections import ShardedProjections
+from torchstone.training import memory
 from torchstone.training.memory import (
     StepSizes,
     accumulation_bytes,
+    describe_fit,
     estimate_step_bytes,
     hint_to_fit,
     size_flags,
@@ -103,14 +108,14 @@ class TestHint:
                 23.5,
                 "none",
                 "even one row with --model.recompute full needs about 22 of 24 GiB: use a shorter "
-                "--data.context_length, such as 2048",
+                "--data.context_length, such as 2048, in a new run",
             ),
             (
                 22,
                 "none",
                 "even one short row with --model.recompute full needs about 22 of 22 GiB, most of it for weights, "
-                "gradients and moments: use --training.precision bf16-pure, or more GPUs (--parallel.dp_shard shards "
-                "them)",
+                "gradients and moments: use --training.precision bf16-pure in a new run, or more GPUs "
+                "(--parallel.dp_shard shards them)",
             ),
         ],
     )
@@ -154,6 +159,39 @@ class TestHint:
         }
         followed = resolve_batch_sizes(replace(training, **values), False, 512, 8, dp)
         assert followed == BatchSizes(batch.global_batch_size, rows, None)
+
+    @pytest.mark.parametrize("world_size", [1, 2])
+    @pytest.mark.parametrize("is_packed", [False, True])
+    def test_only_a_single_gpu_has_an_estimate(
+        self, world_size: int, is_packed: bool, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = single_process_runner(llama_dir, CPU, "bf16")
+        model = runner.model
+        monkeypatch.setattr(memory, "available_memory", lambda device: 8 * 2**20)
+        monkeypatch.setattr(memory, "current_phase", lambda: "computing step 3")
+        size = {"training.max_tokens_per_gpu": 65536} if is_packed else {"training.batch_size": 64}
+        values = {"model.path": str(llama_dir), "data.path": "x", "data.context_length": 1024} | size
+        config = load_config(overrides=values | {"training.global_batch_size": 128})
+        lengths = np.full(10, 1024)
+        run: Any = SimpleNamespace(
+            model=model,
+            optimizer=build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds()),
+            device=torch.device("cuda"),
+            config=config,
+            ctx=ParallelContext(ParallelDims(dp_shard=world_size)),
+            data=SimpleNamespace(
+                batch_sizes=resolve_batch_sizes(config.training, is_packed, 1024, 8, world_size),
+                packed=is_packed,
+                train=SimpleNamespace(lengths=lengths),
+            ),
+        )
+        hint = describe_fit(run)
+        if world_size == 2:
+            assert "which needs about" not in hint
+            assert hint.endswith("or a shorter --data.context_length in a new run, or a smaller model")
+        else:
+            flags = "--training.max_tokens_per_gpu 1024" if is_packed else "--training.batch_size 1"
+            assert hint.startswith(f"use --model.recompute full and {flags} --training.global_batch_size 128, which")
 
     def test_the_flags_of_packed_conversations(self) -> None:
         batch = BatchSizes(50, None, 4096)

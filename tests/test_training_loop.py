@@ -29,7 +29,7 @@ from torchstone.config import load_config
 from torchstone.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows
-from torchstone.errors import DataError, NumericalError, OutOfMemoryError, StoppedBySignal, UsageError
+from torchstone.errors import DataError, NumericalError, OutOfMemoryError, StoppedBySignal, UsageError, is_out_of_memory
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.run import Callback, Run, TrainResult
 from torchstone.training.stop import handle_stop_signals
@@ -594,17 +594,29 @@ class TestMemory:
         )
 
     @pytest.mark.parametrize(
+        "text",
+        [
+            "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+            "Triton Error [CUDA]: out of memory",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ],
+    )
+    def test_libraries_run_out_of_memory_too(self, text: str) -> None:
+        assert is_out_of_memory(RuntimeError(text))
+        assert not is_out_of_memory(ValueError(text))
+
+    @pytest.mark.parametrize(
         ("changes", "hint"),
         [
             (
                 {"training__batch_size": 5, "training__global_batch_size": 10},
                 "use --training.batch_size 2 --training.global_batch_size 10 (the global batch stays the same), or "
-                "--model.recompute full, or --model.loss chunked, or a shorter --data.context_length, or a smaller "
-                "model",
+                "--model.recompute full, or --model.loss chunked, or a shorter --data.context_length in a new run, or "
+                "a smaller model",
             ),
             (
                 {"training__batch_size": 1, "model__recompute": "full", "model__loss": "chunked"},
-                "use a shorter --data.context_length, or a smaller model",
+                "use a shorter --data.context_length in a new run, or a smaller model",
             ),
         ],
     )

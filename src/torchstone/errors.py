@@ -6,7 +6,16 @@ Any other exception that escapes a command is a bug in Torchstone and keeps its 
 import errno
 
 # How torch and the C library say that memory is used up; for the CPU torch has no exception type.
-OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "Cannot allocate memory", "can't allocate memory", "CUDA out of memory")
+OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator",
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "CUDA out of memory",
+    # CUDA itself, Triton when it loads a kernel, and cuBLAS.
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class TorchstoneError(Exception):

@@ -135,6 +135,11 @@ class Pipeline:
         """The sum of the token losses of all micro-batches on ranks with the last stage, and zero on the others."""
         return self._run(batches, packed, is_training=False)
 
+    def added_padding(self, batches: Sequence[MicroBatch]) -> int:
+        """The tokens that equal shapes add to these micro-batches."""
+        computed = math.prod(padded_shape(batches, self.mesh.size(), self.ctx.dims.tp))
+        return computed - sum(batch.ids.numel() for batch in batches)
+
     def _run(self, batches: Sequence[MicroBatch], packed: bool, is_training: bool) -> Tensor:
         batches = pad_to_equal_shapes(batches, self.mesh.size(), self.ctx.dims.tp)
         rows, length = batches[0].ids.shape
@@ -210,14 +215,19 @@ class Pipeline:
             dist.all_reduce(local, group=self._tied_group)
 
 
-def pad_to_equal_shapes(batches: Sequence[MicroBatch], pp: int, tp: int) -> list[MicroBatch]:
-    """Pads micro-batches to one shape, and their number to a multiple of pp."""
+def padded_shape(batches: Sequence[MicroBatch], pp: int, tp: int) -> tuple[int, int, int]:
+    """The number of micro-batches, their rows, and the length of these, as a pipeline computes them."""
     length = max(batch.ids.shape[1] for batch in batches)
     multiple = math.lcm(PIPELINE_LENGTH_MULTIPLE if length > PIPELINE_LENGTH_MULTIPLE else LENGTH_MULTIPLE, tp)
-    length = -(-length // multiple) * multiple
     rows = max(len(batch.ids) for batch in batches)
+    return -(-len(batches) // pp) * pp, rows, -(-length // multiple) * multiple
+
+
+def pad_to_equal_shapes(batches: Sequence[MicroBatch], pp: int, tp: int) -> list[MicroBatch]:
+    """Pads micro-batches to one shape, and their number to a multiple of pp."""
+    number, rows, length = padded_shape(batches, pp, tp)
     padded = [_pad(batch, rows, length) for batch in batches]
-    return padded + [_padding_like(padded[0])] * (-len(padded) % pp)
+    return padded + [_padding_like(padded[0])] * (number - len(padded))
 
 
 def _pad(batch: MicroBatch, rows: int, length: int) -> MicroBatch:

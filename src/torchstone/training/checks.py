@@ -20,7 +20,10 @@ from torchstone.parallel.runner import Runner
 
 # With bf16 weights and moments.
 SMALLER_PRECISION = {"auto": "bf16-pure", "fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
-WHAT_TO_TRY = "try a lower --optim.learning_rate, a longer --optim.warmup_steps or --training.precision fp32"
+WHAT_TO_TRY = (
+    "try a lower --optim.learning_rate or a longer --optim.warmup_steps or, if it is not in fp32, a new run with "
+    "--training.precision fp32"
+)
 
 
 def check_saved_state(step: int, runner: Runner, optimizer: torch.optim.Optimizer, previous: Path | None) -> None:

@@ -1,7 +1,7 @@
 """What a training step needs on a GPU, estimated from the sizes of the model, and which change would make it fit.
 
-The estimate is for the native decoder with compiled or uncompiled blocks: weights, gradients and moments, which are
-exact, the activations that the backward pass keeps, one block that is being computed, and the loss.
+The estimate is for the native decoder in one process, with compiled or uncompiled blocks: weights, gradients and
+moments, which are exact, the activations that the backward pass keeps, one block that is being computed, and the loss.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def hint_to_fit(
         if fits(replace(one_row, row_tokens=length)):
             return (
                 f"even one row with --model.recompute full {needs(one_row)}: use a shorter --data.context_length, such "
-                f"as {length}"
+                f"as {length}, in a new run"
             )
-    precision = "" if smaller_precision is None else f"--training.precision {smaller_precision}, or "
+    precision = "" if smaller_precision is None else f"--training.precision {smaller_precision} in a new run, or "
     return (
         f"even one short row with --model.recompute full {needs(replace(one_row, row_tokens=length))}, most of it for "
         f"weights, gradients and moments: use {precision}more GPUs (--parallel.dp_shard shards them)"
@@ -128,7 +128,7 @@ def hint_to_fit(
 
 
 def describe_fit(run: Run) -> str:
-    """What to change when a run is out of memory: on a GPU what fits, by an estimate, elsewhere what helps."""
+    """What to change when a run is out of memory: on a single GPU what fits, by an estimate, elsewhere what helps."""
     model, device, data, dp = run.model, run.device, run.data, run.ctx.dims.dp
     batch, training, context_length = data.batch_sizes, run.config.training, run.config.data.context_length
     if batch.micro_batch_tokens is not None:
@@ -138,8 +138,10 @@ def describe_fit(run: Run) -> str:
         assert batch.micro_batch_rows is not None
         rows, accumulates = max(batch.row_counts(dp)), batch.global_batch_size > dp * batch.micro_batch_rows
     flags = partial(size_flags, batch, training, context_length)
-    if not isinstance(model, NativeModel) or device.type != "cuda" or not current_phase().startswith("computing step"):
+    is_estimated = isinstance(model, NativeModel) and device.type == "cuda" and run.ctx.world_size == 1
+    if not is_estimated or not current_phase().startswith("computing step"):
         return _what_helps(model, flags(rows // 2) if rows > 1 else None)
+    assert isinstance(model, NativeModel)
     # Unpacked rows may be shorter than the context.
     row_tokens = context_length if data.packed else min(context_length, int(data.train.lengths.max()))
     dtype = model.module.compute_dtype or next(model.module.parameters()).dtype
@@ -167,7 +169,7 @@ def _what_helps(model: Model, smaller_flags: str | None) -> str:
         f"{smaller_flags} (the global batch stays the same)": smaller_flags is not None,
         "--model.recompute full": recompute != "full",
         "--model.loss chunked": isinstance(model, NativeModel) and loss == "full",
-        "a shorter --data.context_length": True,
+        "a shorter --data.context_length in a new run": True,
         "a smaller model": True,
     }
     return f"use {', or '.join(change for change, helps in changes.items() if helps)}"

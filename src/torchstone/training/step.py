@@ -91,8 +91,11 @@ def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult
     gradients = {name: p.grad for name, p in runner.owned_parameters if p.grad is not None}
     norms = squared_norms(gradients.values())
     ctx = runner.ctx
+    own_padding = batch.padding
+    if runner.pipeline is not None:
+        own_padding += runner.pipeline.added_padding(batch.micro_batches)
     # Ranks that differ only in pp or tp have the same rows.
-    padding = torch.full_like(loss_sum, batch.padding if ctx.pp_rank == ctx.tp_rank == 0 else 0)
+    padding = torch.full_like(loss_sum, own_padding if ctx.pp_rank == ctx.tp_rank == 0 else 0)
     sums = ctx.all_reduce_sum(torch.stack([loss_sum, norms.sum().to(loss_sum), padding]))
     return StepResult(sums, batch.loss_tokens, list(gradients), norms)
 
