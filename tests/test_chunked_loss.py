@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,16 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layouts import Case, check_layouts
 from parity import ZERO_LIMIT, distance, relative
+from precision import random_sequences
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import check_model_folder, load_model
 from torchstone.config import load_config
+from torchstone.data.collate import collate
 from torchstone.errors import UsageError
 from torchstone.loss.chunked import choose_chunk_tokens, chunked_loss_sum
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.decoder import Decoder
 from torchstone.models.execution import ExecutionOptions
-from torchstone.parallel.runner import micro_batch_loss
+from torchstone.parallel.runner import Runner, micro_batch_loss
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, VOCABULARY = 44, 64, 97
@@ -207,6 +210,24 @@ def test_a_wrong_number_of_labels_is_an_error(loss_tokens: int) -> None:
     with pytest.raises(RuntimeError, match="loss_tokens is not the number of labels"):
         chunked_loss_sum(torch.randn(1, 12, 8), torch.randn(9, 8), labels, 5, loss_tokens=loss_tokens)
     assert chunked_loss_sum(torch.randn(1, 12, 8), torch.randn(9, 8), labels, 5, loss_tokens=4) > 0
+
+
+def test_a_step_tells_the_loss_what_it_needs(folder_of: Callable[[tuple[str, str]], Path]) -> None:
+    """How many labels there are, and what the sum is divided by: without them the head is computed for all tokens, and
+    gradients in bf16 are rounded twice."""
+    model = load_model(folder_of(("llama", "tied")), CPU, execution=ExecutionOptions(loss="chunked"))
+    module, calls = model.module, []
+
+    def record(*args: Tensor, **options: Any) -> Tensor:
+        calls.append((options["loss_tokens"], options["grad_scale"]))
+        return chunked_loss_sum(*args, chunk_tokens=8, **options)
+
+    module.fused_loss = record
+    sequences = random_sequences(np.random.default_rng(0), 6, 16, vocabulary=50)
+    batches = [collate([sequences[n : n + 3]], pad_id=0) for n in (0, 3)]
+    counts = [int((batch.labels != -100).sum()) for batch in batches]
+    Runner(model, CPU, packed=True).forward_backward(batches, 1000)
+    assert calls == [(count, 1 / 1000) for count in counts]
 
 
 class TestModels:

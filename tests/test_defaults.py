@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,10 +28,11 @@ from torchstone.models import execution as execution_module
 from torchstone.models.choice import Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
 from torchstone.observe.metrics import read_metrics
-from torchstone.parallel.mesh import SINGLE_PROCESS
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, ParallelDims
 from torchstone.training import loop, step, step_log
-from torchstone.training.defaults import choose_precision, slow_choices
+from torchstone.training.defaults import choose_precision, run_flops, slow_choices
 from torchstone.training.run import Callback, Run
+from torchstone.training.state import Progress
 from torchstone.training.step import StepResult, compute_gradients
 from torchstone.training.step_log import StepLog
 from torchstone.triton_support import triton_error
@@ -406,6 +408,8 @@ class TestDelayedReading:
         with pytest.raises(Exception, match="step 2: loss") as caught:
             api.train(None, settings(training__max_steps=4, optim__learning_rate=1e30, optim__max_grad_norm=0.0))
         assert caught.value.exit_code == 5  # type: ignore[attr-defined]
+        # The gradients are gone by then, but not their norms.
+        assert re.search(r"\d+ gradients are not finite, such as (model|lm_head)\.", str(caught.value))
 
     def test_an_update_is_not_applied_if_only_the_loss_is_not_finite(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -427,6 +431,43 @@ class TestDelayedReading:
         monkeypatch.setattr(loop, "compute_gradients", without_loss)
         api.train(None, settings(training__max_steps=2), callbacks=[Keep()])
         assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
+
+def test_the_garbage_collector_runs_between_steps_only(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled, collected = [], []
+
+    class Look(Callback):
+        def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+            enabled.append(gc.isenabled())
+            collected.append(len(collections))
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            collections.append(info["generation"])
+
+    collections: list[int] = []
+    monkeypatch.setattr(loop, "COLLECT_EVERY", 2)
+    gc.callbacks.append(note)
+    try:
+        api.train(None, settings(training__max_steps=6), callbacks=[Look()])
+    finally:
+        gc.callbacks.remove(note)
+    assert enabled == [False] * 6
+    # After steps 2 and 4.
+    assert [count - collected[0] for count in collected] == [0, 0, 1, 1, 2, 2]
+    assert collections[collected[0] : collected[-1]] == [1, 1]
+    assert gc.isenabled()
+
+
+def test_the_work_of_a_run_counts_from_its_first_step() -> None:
+    """So that a resumed run compiles what it compiled before."""
+    schedule = SimpleNamespace(total_steps=10, end=lambda progress: (10, 80))
+    data = SimpleNamespace(train=SimpleNamespace(lengths=np.array([100, 300])))
+    ctx = ParallelContext(ParallelDims(dp_shard=4))
+    arguments: Any = (1_000, data, schedule, Progress(samples=16), ctx)
+    assert run_flops(*arguments) == 6 * 1_000 * 80 * 200 / 4
+    schedule.total_steps = None
+    assert run_flops(*arguments) is None
 
 
 def test_an_error_in_on_start_leaves_the_garbage_collector_on(settings: Settings) -> None:

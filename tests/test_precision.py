@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from precision import (
     Parallel,
     Tensors,
     distances,
+    full_copy,
     full_gradients,
     make_optimizer,
     open_runner,
@@ -37,9 +39,12 @@ from precision import (
 )
 from steps import train_step
 from tiny_families import VOCABULARY, make_model
+from torchstone.checkpoint.load import restore_optimizer
 from torchstone.checkpoint.model_folder import load_model
+from torchstone.checkpoint.save import save_checkpoint
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.data.loader import StepBatch
+from torchstone.data.tokenize import Tokenizer
 from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
@@ -96,6 +101,31 @@ class TestOneProcess:
         for name, values in expected.items():
             assert torch.equal(ours[name], values), name
             assert values.dtype == torch.float32, name
+
+    def test_a_checkpoint_moves_to_fsdp2_and_back_to_the_last_bit(
+        self, folder: Path, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        """Master weights, moments and step counts, in six steps of several micro-batches."""
+
+        def train(source: Path, steps: range, on_mesh: bool) -> tuple[list[float], Tensors]:
+            with open_runner(source, CPU, "bf16", {}) if on_mesh else nullcontext() as runner:
+                runner = runner or single_process_runner(source, CPU, "bf16")
+                optimizer = make_optimizer(runner)
+                if steps.start:
+                    restore_optimizer(source, optimizer, runner.model)
+                batches = [step_batch(random_batches(step)) for step in steps]
+                results = [train_step(runner, optimizer, each, 1, LEARNING_RATE, 0.5) for each in batches]
+                state = {"step": steps.stop}
+                save_checkpoint(tmp_path, steps.stop, runner.model, tokenizer, optimizer, state, runner.ctx)
+                weights = {name: full_copy(p) for name, p in runner.model.named_parameters()}
+            return [result.loss for result in results], weights
+
+        expected_losses, expected = train(folder, range(6), on_mesh=False)
+        losses = train(folder, range(2), on_mesh=False)[0]
+        losses += train(tmp_path / "step-00000002", range(2, 4), on_mesh=True)[0]
+        more, weights = train(tmp_path / "step-00000004", range(4, 6), on_mesh=False)
+        assert losses + more == expected_losses
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
     def test_frozen_parameters_get_no_gradient(self, folder: Path) -> None:
         """Frozen before the copies are made, or later."""

@@ -5,6 +5,7 @@ On a CPU this tests sdpa. The kernels that need a GPU are in tests/gpu_tests/tes
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,11 +298,19 @@ class TestPackages:
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         flash_attention_4_error.cache_clear()
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path))
+        # Set first, so that they are restored.
+        for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
         try:
             assert choose_backend("auto", True, None, None, 64, CUDA, BF16).value == "flash-attn"
             assert choose_backend("auto", False, None, None, 64, CUDA, BF16).value == "sdpa"
             with pytest.raises(UsageError, match=f"model.attention fa4 {reason}"):
                 choose_backend("fa4", True, None, None, 64, CUDA, BF16)
+            # Its compiled kernels are kept for the next run.
+            folder = None if distribution is None else str(tmp_path / "flash-attention-4")
+            assert os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") == folder
         finally:
             flash_attention_4_error.cache_clear()
             for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:

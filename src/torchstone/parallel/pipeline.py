@@ -141,10 +141,12 @@ class Pipeline:
         return computed - sum(batch.ids.numel() for batch in batches)
 
     def _run(self, batches: Sequence[MicroBatch], packed: bool, is_training: bool) -> Tensor:
+        # Copied first: the tensors of the loader are pinned, so that nothing waits for the device.
+        batches = [batch.to(self.device) for batch in batches]
         batches = pad_to_equal_shapes(batches, self.mesh.size(), self.ctx.dims.tp)
         rows, length = batches[0].ids.shape
         ids, labels, positions, doc_ids = (
-            torch.cat(tensors).to(self.device) for tensors in zip(*(batch.tensors for batch in batches), strict=True)
+            torch.cat(tensors) for tensors in zip(*(batch.tensors for batch in batches), strict=True)
         )
         kwargs = {"positions": positions, "labels": labels} | ({"doc_ids": doc_ids} if packed else {})
         args = (ids,) if 0 in self.stage_modules else ()
