@@ -62,9 +62,9 @@ class ExecutionOptions:
     compile: Compile = "none"
     loss: Loss = "auto"
     liger: tuple[str, ...] = ()
-    # Of the GPU that has the least, which decides the chunks of the loss; None: that of the model's device.
+    # The memory of the smallest GPU of the run, which decides the chunks of the loss. None: the model's device has it.
     gpu_memory: int | None = None
-    # What one device has to compute in the whole run, which decides whether to compile; None: any number.
+    # The FLOPs of one device in the whole run, which decide whether to compile. None: unlimited.
     run_flops: float | None = None
     trust_remote_code: bool = False
     tp: int = 1

@@ -80,15 +80,15 @@ class ShardedProjections:
         """The rank that sends a slice to the owner of its projection: of those that hold it, one of its own replica."""
         return min(self._holders[wanted], key=lambda rank: (self._replicas[rank] != self._replicas[owner], rank))
 
-    def _all_to_all(self, pieces: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-        """Sends a piece to every rank, and returns the pieces of `sizes` elements from every rank."""
+    def _all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+        """Sends a tensor to every rank, and returns the tensors from every rank, which have `sizes` elements."""
         padding = [0] * self.batch_size
-        sent = [piece.numel() for piece in pieces] + padding[len(pieces) :]
-        received = [*sizes, *padding[len(sizes) :]]
-        source = torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *(each.flatten() for each in pieces)])
-        target = torch.empty(sum(received), dtype=torch.bfloat16, device=device)
-        dist.all_to_all_single(target, source, received, sent, self.group)
-        return list(target.split(received))
+        input_splits = [tensor.numel() for tensor in tensors] + padding[len(tensors) :]
+        output_splits = [*sizes, *padding[len(sizes) :]]
+        source = torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *(each.flatten() for each in tensors)])
+        target = torch.empty(sum(output_splits), dtype=torch.bfloat16, device=device)
+        dist.all_to_all_single(target, source, output_splits, input_splits, self.group)
+        return list(target.split(output_splits))
 
 
 def _view(tensor: Tensor, each: TensorSlice) -> Tensor:

@@ -23,7 +23,7 @@ from torchstone.training.checks import process_memory
 
 # Larger blocks come from the system, as always: memory must not grow by seven of them.
 MAX_BLOCK = 128 * 2**20
-# The memory of a process must be so many times what it has needed so far.
+# A process must be allowed this many times the memory that it has needed so far.
 MIN_ROOM = 4
 # From malloc.h. The defaults are those that malloc itself goes up to.
 M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD, NEVER = -1, 64 * 2**20, -1

@@ -41,7 +41,7 @@ class StepSizes:
     # More bytes of gradients if a step has several micro-batches, and whether it has.
     accumulation_bytes: int
     accumulates: bool
-    # Of a micro-batch: one row, or the tokens that share a row, and how many of these.
+    # A micro-batch has `rows` rows of `row_tokens` tokens. If documents share rows, a row is one context length.
     row_tokens: int
     rows: int
     itemsize: int
@@ -92,7 +92,7 @@ def hint_to_fit(
 ) -> str:
     """The change that would make a step fit into `memory` bytes.
 
-    `flags_for_rows`: the flags for micro-batches of so many rows. `smaller_precision`: one with smaller weights.
+    `flags_for_rows`: returns the flags for micro-batches of n rows. `smaller_precision`: one with smaller weights.
     """
 
     def fits(changed: StepSizes) -> bool:
