@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.load import load_config
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, NumericalError, UsageError
 from torchstone.models.decoder import Decoder, DecoderConfig, LayerSpec
 from torchstone.models.execution import ExecutionOptions, apply_activation_checkpointing, compile_decoder
 from torchstone.models.model import Model
@@ -51,6 +52,7 @@ from torchstone.tuning.osft import (
     is_decomposition,
     merge,
     singular_vectors,
+    with_low_vectors,
 )
 from torchstone.tuning.plan import OsftPlan
 from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
@@ -89,6 +91,25 @@ class TestSubspaces:
         changed[3, 3] += 0.01
         assert not is_decomposition(changed, vectors)
         assert not is_decomposition(weight, vectors * 1.001)
+
+    def test_their_signs_are_decided(self, shape: tuple[int, int]) -> None:
+        vectors = singular_vectors(random_weight(shape))
+        assert (vectors.amax(0) == vectors.abs().amax(0)).all()
+
+    def test_p_decides_what_is_frozen(self, shape: tuple[int, int]) -> None:
+        """Among equal singular values any basis is one of singular vectors."""
+        u, _, vh = torch.linalg.svd(random_weight(shape), full_matrices=False)
+        weight, size = u @ vh, min(shape)
+        rotation = torch.linalg.qr(random_weight((size, size))).Q
+        vectors = singular_vectors(weight)
+        others = (vectors.double() @ rotation).float()
+        assert is_decomposition(weight, vectors)
+        assert is_decomposition(weight, others)
+        p = vectors[:, 7:].t()
+        bases = [frozen_basis(weight, each, 7) for each in (vectors, others, with_low_vectors(others, p))]
+        expected, other, actual = (basis @ basis.t() for basis in bases)
+        assert (other - expected).norm() > 0.5
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
     def test_gradients_are_those_of_the_dense_weight(self, shape: tuple[int, int]) -> None:
         linear = nn.Linear(shape[1], shape[0], dtype=torch.float64)
@@ -380,6 +401,24 @@ def train_on_rank(values: dict[str, Any]) -> None:
     api.train(overrides=values)
 
 
+def flip_signs(cache: Path) -> None:
+    """Of every second singular vector."""
+    for file in cache.rglob("*.safetensors"):
+        ((name, vectors),) = load_file(file).items()
+        vectors[::2] *= -1
+        save_file({name: vectors}, file)
+
+
+def train_on_machine(values: dict[str, Any], caches: list[Path]) -> None:
+    """A run, and the same one in two parts. Each rank is a machine with its own cache."""
+    cache = str(caches[int(os.environ["RANK"])])
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHSTONE_CACHE": cache}
+    api.train(overrides=values | {"output_dir": f"{values['output_dir']}-whole"})
+    parts = values | {"output_dir": f"{values['output_dir']}-parts"}
+    api.train(overrides=parts, callbacks=[StopAt(3)])
+    api.train(overrides=parts)
+
+
 def losses_of(run: str | Path) -> list[float]:
     return [line["loss"] for line in read_metrics(Path(run) / "metrics.jsonl")]
 
@@ -413,15 +452,35 @@ class TestRuns:
         torch.testing.assert_close(theirs(ids).logits, logits, rtol=0, atol=1e-5)
         assert (logits - expected).abs().max() > 0.1, "it is trained"
 
-    def test_resume_is_exact(self, osft_settings: Settings) -> None:
-        def values(name: str) -> dict[str, Any]:
-            made = osft_settings(optim__weight_decay=0.1)
-            return made | {"output_dir": f"{made['output_dir']}-{name}"}
+    def test_resume_is_exact(self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also with singular vectors of other signs, as another machine may compute them."""
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "cache"))
+        values = osft_settings(optim__weight_decay=0.1)
+        whole, parts = ({**values, "output_dir": str(tmp_path / name)} for name in ("whole", "parts"))
+        api.train(overrides=whole)
+        api.train(overrides=parts, callbacks=[StopAt(3)])
+        flip_signs(tmp_path / "cache")
+        api.train(overrides=parts)
+        assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
 
-        api.train(overrides=values("whole"))
-        api.train(overrides=values("parts"), callbacks=[StopAt(3)])
-        api.train(overrides=values("parts"))
-        assert_same_run(values("whole")["output_dir"], values("parts")["output_dir"], 6)
+    def test_two_machines_with_other_vectors(
+        self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All ranks take those of the first machine; and a run of two processes resumes exactly."""
+        one, two = tmp_path / "one", tmp_path / "two"
+        values = osft_settings(optim__weight_decay=0.1, observe__console="lines")
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(one))
+        api.train(overrides=values)
+        shutil.copytree(one, two)
+        flip_signs(two)
+        launch_procs(train_on_machine, 2, values | {"parallel.tp": 2}, [one, two], timeout=120)
+        expected, whole, parts = (Path(values["output_dir"] + end) for end in ("", "-whole", "-parts"))
+        assert (
+            "all from the cache, 14 replaced by those of the first machine" in (whole / "logs/rank-0.log").read_text()
+        )
+        assert_same_run(whole, parts, 6)
+        assert losses_of(whole) == pytest.approx(losses_of(expected), rel=1e-5)
+        assert all(0 < line["osft_error"] < 1e-6 for line in read_metrics(whole / "metrics.jsonl"))
 
     def test_a_run_goes_on_in_another_layout(self, osft_settings: Settings, tmp_path: Path) -> None:
         values = osft_settings()
@@ -455,6 +514,16 @@ class TestRuns:
                 change = (weights[0][name] - weight).double()
                 assert change.norm() > 0
                 assert (u.t() @ change).norm() <= 1e-4 * change.norm(), name
+
+    def test_a_change_of_frozen_directions_ends_the_run(self, osft_settings: Settings) -> None:
+        class ChangeFrozen(Callback):
+            def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+                assert run.runner.projection is not None
+                for parameter, basis, _ in run.runner.projection.bases:
+                    parameter.data += 1e-2 * parameter.norm() * basis[:, :1]
+
+        with pytest.raises(NumericalError, match=r"step 2: osft_error is .*: frozen directions have changed"):
+            api.train(overrides=osft_settings(), callbacks=[ChangeFrozen()])
 
     def test_one_trains_everything(self, osft_settings: Settings) -> None:
         values = osft_settings(optim__weight_decay=0.1)

@@ -23,8 +23,18 @@ from torchstone.observe.console import Console, count_text
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext
-from torchstone.tuning.lora import AdapterTensors, LoraAdapter, LoraSpec, split_parameter_name
-from torchstone.tuning.osft import OSFT_Z, FrozenBasis, SubspaceProjection, frozen_basis, frozen_rank, split_bf16
+from torchstone.tuning.lora import AdapterTensors, LoraAdapter, LoraSpec, parameter_name, split_parameter_name
+from torchstone.tuning.osft import (
+    OSFT_ADAPTER,
+    OSFT_P,
+    OSFT_Z,
+    FrozenBasis,
+    SubspaceProjection,
+    frozen_basis,
+    frozen_rank,
+    split_bf16,
+    with_low_vectors,
+)
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.quantize import check_quantization, format_quantization
 from torchstone.tuning.targets import match_modules
@@ -139,8 +149,9 @@ def decompose(plan: OsftPlan, device: torch.device, ctx: ParallelContext, consol
     assert isinstance(plan.vectors, SingularVectors)
     linears = list(plan.ranks)
     with console.progress("singular vectors", len(linears), count_text) as update:
-        computed = plan.vectors.compute(linears, device, ctx, update)
+        computed, replaced = plan.vectors.compute(linears, device, ctx, update)
     source = f"{computed} computed" if computed else "all from the cache"
+    source += f", {replaced} replaced by those of the first machine" if replaced else ""
     console.info(f"singular vectors of {len(plan.ranks)} linears: {source}, in {plan.vectors.folder}")
 
 
@@ -164,7 +175,11 @@ def build_projection(
         if shards:
             (shard,) = shards
             rows = slice(shard.offset[0], shard.offset[0] + len(shard.tensor))
-        rank = plan.ranks[linear]
+        rank, p_name = plan.ranks[linear], parameter_name(linear, OSFT_ADAPTER, OSFT_P)
+        if plan.values is not None and plan.has_value(p_name):
+            p = torch.empty(rank, len(vectors))
+            plan.values.read_into(p_name, p, (0, 0))
+            vectors = with_low_vectors(vectors, p.to(device))
         basis, initial = frozen_basis(weight, vectors, len(vectors) - rank)[rows].clone(), None
         if has_decay:
             tall = weight if weight.shape[0] >= weight.shape[1] else weight.t()

@@ -34,11 +34,12 @@ from torchstone.models.tensors import NamedTensors, TensorSource
 from torchstone.optim.adamw import AdamW
 from torchstone.tuning.lora import parameter_name, rounding_error, split_parameter_name, wider_dtype
 
-OSFT_Z, OSFT_P, ADAPTER_NAME = "osft_Z", "osft_P", "osft"
-# Of a cached decomposition: how far it may be from one of the weight.
+# The names of the factors, and of the adapter that they belong to.
+OSFT_Z, OSFT_P, OSFT_ADAPTER = "osft_Z", "osft_P", "osft"
+# The largest error of a cached decomposition, relative to the weight.
 DECOMPOSITION_ERROR = 1e-5
-# Products of unit vectors that are smaller than this.
-ORTHOGONAL = 1e-2
+# Unit vectors are nearly orthogonal if their product is smaller than this.
+NEARLY_ORTHOGONAL = 1e-2
 
 
 def frozen_rank(shape: Sequence[int], unfreeze_rank_ratio: float) -> int:
@@ -68,7 +69,7 @@ class OsftLinear(nn.Linear):
     adapters: nn.ModuleDict
 
     def forward(self, x: Tensor) -> Tensor:
-        factors = self.adapters[ADAPTER_NAME]
+        factors = self.adapters[OSFT_ADAPTER]
         z, p, is_wide = factors.osft_Z, factors.osft_P, factors.is_wide
         if isinstance(self.weight, DTensor):
             return F.linear(x, merge(self.weight, z, p, is_wide), self.bias)
@@ -119,17 +120,19 @@ def add_osft(module: nn.Module, ranks: Mapping[str, int]) -> None:
             assert type(linear) is nn.Linear, name
             # A class, not a method of each instance: torch.compile reuses a graph for blocks of the same classes.
             linear.__class__ = OsftLinear
-            linear.adapters = nn.ModuleDict({ADAPTER_NAME: OsftFactors(linear, ranks[name])})
+            linear.adapters = nn.ModuleDict({OSFT_ADAPTER: OsftFactors(linear, ranks[name])})
 
 
 @torch.no_grad()
 def singular_vectors(weight: Tensor) -> Tensor:
     """The singular vectors [m, m] of the smaller dimension, in fp32; those of the largest singular values first.
 
-    They are the eigenvectors of the smaller Gram matrix, in fp64, which takes a fraction of the time of an SVD.
+    They are the eigenvectors of the smaller Gram matrix, in fp64, which takes a fraction of the time of an SVD. The
+    largest component of each is positive: a decomposition alone does not decide the signs.
     """
     tall = _tall(weight.double())
-    return torch.linalg.eigh(tall.t() @ tall).eigenvectors.flip(1).float()
+    vectors = torch.linalg.eigh(tall.t() @ tall).eigenvectors.flip(1)
+    return (vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()).float()
 
 
 @torch.no_grad()
@@ -149,6 +152,20 @@ def is_decomposition(weight: Tensor, vectors: Tensor) -> bool:
 
 
 @torch.no_grad()
+def with_low_vectors(vectors: Tensor, p: Tensor) -> Tensor:
+    """Singular vectors whose last ones are the rows of `p`, and whose first ones are orthogonal to these.
+
+    A run that is resumed has the P of its checkpoint. Vectors that were computed again may have other signs. Among equal
+    singular values they may be any basis, and if these are on both sides of k, the first vectors are not orthogonal to P.
+    """
+    p = p.double()
+    high = vectors[:, : vectors.shape[1] - len(p)].double()
+    if high.shape[1] and (p @ high).abs().max() > DECOMPOSITION_ERROR:
+        high = torch.linalg.qr(p.t(), mode="complete").Q[:, len(p) :]
+    return torch.cat([high, p.t()], dim=1)
+
+
+@torch.no_grad()
 def frozen_basis(weight: Tensor, vectors: Tensor, frozen: int) -> Tensor:
     """An orthonormal basis [n, k] of the frozen directions of the larger dimension, in fp32."""
     left = _tall(weight.double()) @ vectors[:, :frozen].double()
@@ -156,7 +173,7 @@ def frozen_basis(weight: Tensor, vectors: Tensor, frozen: int) -> Tensor:
     gram = unit.t() @ unit
     # They are orthogonal up to the rounding of `vectors`, so that a Cholesky decomposition does, in a fifth of the time
     # of a QR decomposition. Where singular values are zero, there may be NaN.
-    if frozen and (gram - torch.eye(frozen, dtype=gram.dtype, device=gram.device)).abs().max() < ORTHOGONAL:
+    if frozen and (gram - torch.eye(frozen, dtype=gram.dtype, device=gram.device)).abs().max() < NEARLY_ORTHOGONAL:
         upper = torch.linalg.cholesky(gram, upper=True)
         return torch.linalg.solve_triangular(upper, unit, upper=True, left=False).float()
     return torch.linalg.qr(left).Q.float()
@@ -329,8 +346,8 @@ class MergedOsft:
         long, short = (1, 0) if is_wide else (0, 1)
         z = torch.empty(target.shape[long], self.ranks[linear], dtype=dtype)
         p = torch.empty(self.ranks[linear], target.shape[short], dtype=dtype)
-        self.values.read_into(parameter_name(linear, ADAPTER_NAME, OSFT_Z), z, (offset[long], 0))
-        self.values.read_into(parameter_name(linear, ADAPTER_NAME, OSFT_P), p, (0, offset[short]))
+        self.values.read_into(parameter_name(linear, OSFT_ADAPTER, OSFT_Z), z, (offset[long], 0))
+        self.values.read_into(parameter_name(linear, OSFT_ADAPTER, OSFT_P), p, (0, offset[short]))
         merged = merge(base, z, p, is_wide)
         target.copy_(merged)
         self.errors[name] = max(self.errors.get(name, 0.0), rounding_error(base, merged, target.cpu()))
