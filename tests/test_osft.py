@@ -57,6 +57,7 @@ from torchstone.tuning.osft import (
 from torchstone.tuning.plan import OsftPlan
 from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
 
+Command = Callable[..., tuple[int, str, str]]
 Settings = Callable[..., dict[str, Any]]
 SHAPES = {"tall": (24, 10), "wide": (10, 24), "square": (12, 12)}
 SIZES = {"width": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "mlp_width": 40}
@@ -575,6 +576,52 @@ class TestRuns:
                 u = torch.linalg.svd(weight.double(), full_matrices=False).U[:, :k]
                 assert (u.t() @ change).norm() <= 1e-4 * change.norm(), name
         assert api.export(checkpoint, tmp_path / "model")["verified"]
+
+
+class TestBaseModels:
+    @pytest.mark.parametrize("method", ["osft", "lora"])
+    def test_a_run_resumes_on_the_checkpoint_that_it_began_with(
+        self, method: str, osft_settings: Settings, settings: Settings, tmp_path: Path
+    ) -> None:
+        """Its base run has a newer one by then."""
+        base = settings(output_dir=str(tmp_path / "base"), training__max_steps=1)
+        api.train(overrides=base)
+        values = osft_settings(tuning__method=method, tuning__osft_train_rest=False)
+        values["model.path"] = base["output_dir"]
+        api.train(overrides=values, callbacks=[StopAt(3)])
+        api.train(overrides=base | {"training.max_steps": 2})
+        assert api.train(overrides=values).step == 6
+
+    @pytest.mark.parametrize("method", ["osft", "lora"])
+    def test_a_base_that_has_moved_is_named(
+        self, method: str, osft_settings: Settings, base_run: Path, tmp_path: Path, torchstone: Command
+    ) -> None:
+        shutil.copytree(base_run, tmp_path / "base", ignore=shutil.ignore_patterns("manifest.json"))
+        values = osft_settings(tuning__method=method, tuning__osft_train_rest=False, training__max_steps=2)
+        api.train(overrides=values | {"model.path": str(tmp_path / "base")})
+        (tmp_path / "base").rename(tmp_path / "moved")
+        source, target = values["output_dir"], tmp_path / "model"
+        with pytest.raises(UsageError, match=r"which does not exist\n.*torchstone export .* NEW --base FOLDER"):
+            api.export(source, target)
+        merge = ["--merge"] if method == "lora" else []
+        code, text, error = torchstone("export", source, target, "--base", tmp_path / "moved", "--json", *merge)
+        assert code == 0, error
+        assert json.loads(text)["verified"]
+        with pytest.raises(CheckpointError, match="was trained on other weights"):
+            api.export(source, tmp_path / "other", base=target)
+        with pytest.raises(UsageError, match="has a whole model, which needs no --base"):
+            api.export(target, tmp_path / "other", base=target)
+        if method == "lora":
+            api.export(source, tmp_path / "adapter", base=tmp_path / "moved")
+            config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+            assert config["base_model_name_or_path"] == str(tmp_path / "moved")
+
+    def test_an_adapter_of_a_checkpoint_is_refused(self, osft_settings: Settings, tmp_path: Path) -> None:
+        """No command could open it."""
+        checkpoint = api.train(overrides=osft_settings(training__max_steps=1)).checkpoint
+        values = osft_settings(tuning__method="lora", tuning__osft_train_rest=False) | {"model.path": str(checkpoint)}
+        with pytest.raises(UsageError, match=r"is a checkpoint of OSFT, and an adapter needs .*\n.*torchstone export"):
+            api.train(overrides=values | {"output_dir": str(tmp_path / "lora")})
 
 
 class TestSingularVectors:

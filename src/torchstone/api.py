@@ -453,14 +453,17 @@ def export(
     trust_remote_code: bool = False,
     merge: bool = False,
     average_lora_a: bool = False,
+    base: str | Path | None = None,
 ) -> dict[str, Any]:
     """Writes a run, a checkpoint or a folder as a Hugging Face folder, verified by loading it in Transformers.
 
-    An adapter is written for PEFT, or with `merge` as a model.
+    An adapter is written for PEFT, or with `merge` as a model. `base`: where the model is, if it has moved since an
+    adapter, or a checkpoint of OSFT, was trained on it.
     """
     if dtype not in get_args(Dtype):
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(get_args(Dtype))}")
-    return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code, merge, average_lora_a)
+    base = None if base is None else os.fspath(base)
+    return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code, merge, average_lora_a, base)
 
 
 def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: bool = False) -> dict[str, Any]:

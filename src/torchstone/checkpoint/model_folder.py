@@ -23,7 +23,7 @@ from torchstone.checkpoint.adapter_folder import (
     is_adapter_folder,
     open_adapter,
 )
-from torchstone.checkpoint.load import base_folder, files_folder, resolve_model_folder
+from torchstone.checkpoint.load import base_folder, files_folder, tuned_model_folder
 from torchstone.checkpoint.osft_folder import is_osft_folder, open_osft, read_osft_config
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import read_shapes
@@ -288,7 +288,7 @@ def open_weights(
     """
     if is_osft_folder(folder):
         osft, shapes = read_osft_config(folder), decoder_shapes(config)
-        base = resolve_model_folder(osft.base_model_name_or_path)
+        base = tuned_model_folder(folder)
         files = open_weights(base, model_type, config)
         check_base(osft.base_fingerprint, fingerprint(files, shapes), folder, base)
         return MergedOsft(files, open_osft(folder), osft.ranks, shapes)

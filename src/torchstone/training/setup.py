@@ -15,7 +15,9 @@ from torchstone.checkpoint.export import source_dtype
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
+    is_tuned_folder,
     read_state,
+    recorded_base,
     resolve_model_folder,
     restore_optimizer,
     restore_rng_states,
@@ -141,10 +143,15 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
 
 
 def _model_folder(config: Config, checkpoint: Path | None, ctx: ParallelContext, console: Console) -> Path | None:
-    """The folder with the weights, or None for a new model. The checkpoint of a LoRA run has adapters only."""
-    if config.model.path and (checkpoint is None or config.tuning.method != "full"):
-        return resolve_model_folder(config.model.path, ctx, console.warn)
-    return checkpoint
+    """The folder with the weights, or None for a new model. The checkpoint of LoRA or OSFT has what was trained."""
+    path = config.model.path
+    if not path or (checkpoint is not None and config.tuning.method == "full"):
+        return checkpoint
+    if checkpoint is not None and is_tuned_folder(checkpoint):
+        # If model.path is a run, it may have a newer checkpoint by now.
+        recorded = recorded_base(checkpoint)
+        path = recorded if recorded and Path(recorded).is_dir() else path
+    return resolve_model_folder(path, ctx, console.warn)
 
 
 def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: Path | None) -> dict[str, Any]:

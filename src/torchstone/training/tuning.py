@@ -58,6 +58,11 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
             f"to train it further: --tuning.adapter {base} and the model that it adapts as --model.path; or merge it "
             "first with torchstone export",
         )
+    if is_tuned_folder(base):
+        raise UsageError(
+            f"model.path {base} is a checkpoint of OSFT, and an adapter needs a whole model",
+            f"write one first: torchstone export {base} FOLDER, then --model.path FOLDER",
+        )
     model, tensors = read_base_model_info(base, execution), None
     continued = checkpoint
     if checkpoint is None and tuning.adapter is not None:

@@ -155,8 +155,9 @@ def is_decomposition(weight: Tensor, vectors: Tensor) -> bool:
 def with_low_vectors(vectors: Tensor, p: Tensor) -> Tensor:
     """Singular vectors whose last ones are the rows of `p`, and whose first ones are orthogonal to these.
 
-    A run that is resumed has the P of its checkpoint. Vectors that were computed again may have other signs. Among equal
-    singular values they may be any basis, and if these are on both sides of k, the first vectors are not orthogonal to P.
+    A run that resumes has the P of its checkpoint. Vectors that were computed again may have other signs. Among equal
+    singular values they may be any basis; if such values are on both sides of k, the first vectors are not orthogonal
+    to P.
     """
     p = p.double()
     high = vectors[:, : vectors.shape[1] - len(p)].double()
