@@ -133,6 +133,8 @@ class TestSubspaces:
 
 def test_how_many_directions_are_frozen() -> None:
     assert [frozen_rank((24, 10), ratio) for ratio in (0.0, 0.25, 0.99, 1.0)] == [10, 7, 0, 0]
+    # In floating point, 2560 * (1 - 0.9) is less than 256.
+    assert [frozen_rank((2560, 9728), ratio) for ratio in (0.9, 0.3, 1e-9, 0.999999)] == [256, 1792, 2559, 0]
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"], ids=["eager", "compiled"])
@@ -175,6 +177,19 @@ def plan_for(folder: Path, ratio: float = 0.25, **settings: Any) -> OsftPlan:
 def load_tuned(folder: Path, plan: OsftPlan, ctx: ParallelContext = SINGLE_PROCESS, **options: Any) -> Model:
     decompose(plan, CPU, ctx, Console("quiet"))
     return load_model(folder, CPU, tuning=plan, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_it_starts_from_the_model_to_the_last_bit(family: str, tmp_path: Path) -> None:
+    """In bf16, with biases."""
+    folder = make_model(tmp_path / family, family)
+    builder = ModelBuilder(CPU, torch.float32, torch.bfloat16)
+    model = load_tuned(folder, plan_for(folder), builder=builder)
+    build_runner(model, builder, packed=True)
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(12).expand_as(ids)
+    expected = load_model(folder, CPU, torch.bfloat16).module(ids, positions)
+    assert torch.equal(model.module(ids, positions), expected)
 
 
 class OsftReference(parity.Reference):

@@ -28,7 +28,7 @@ from torchstone.models.model import Model
 from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
 from torchstone.tuning.plan import LoraPlan
-from torchstone.tuning.quantize import QuantizedLinear, dequantize, quantize
+from torchstone.tuning.quantize import QuantizedLinear, dequantize, quantize, quantize_linears
 from tuned import make_fallback
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -88,6 +88,27 @@ def test_values_are_those_of_bitsandbytes(kind: Any, shape: tuple[int, int]) -> 
     ours = dequantize(kind, quantize(kind, weight), shape, torch.float32)
     torch.testing.assert_close(ours, dequantized(kind, weight), rtol=2e-3 if kind == "int8" else 0, atol=0)
     assert 0.001 < (ours - weight).norm() / weight.norm() < (0.15 if kind == "nf4" else 0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_is_added_before_rounding(kind: Any) -> None:
+    """As in the model that is not quantized; its gradient is the same, too."""
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 48, dtype=torch.bfloat16))
+    weight = torch.randn(48, 64, generator=generator).bfloat16()
+    quantize_linears(module, {"0"}, kind, torch.bfloat16)
+    (linear,) = module
+    assert isinstance(linear, QuantizedLinear)
+    linear.load(weight)
+    nn.init.normal_(linear.bias, generator=generator)
+    x, dy = (torch.randn(2, 5, size, generator=generator).bfloat16() for size in (64, 48))
+    bias = linear.bias.detach().requires_grad_()
+    expected = nn.functional.linear(x, linear.weight, bias)
+    output = module(x)
+    assert torch.equal(output, expected)
+    output.backward(dy)
+    expected.backward(dy)
+    assert torch.equal(linear.bias.grad, bias.grad)
 
 
 class TestAgainstPeft:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,7 +45,8 @@ NEARLY_ORTHOGONAL = 1e-2
 
 def frozen_rank(shape: Sequence[int], unfreeze_rank_ratio: float) -> int:
     """k, the number of frozen directions of a matrix."""
-    return math.floor(min(shape) * (1 - unfreeze_rank_ratio))
+    # In decimal numbers: in floating point, 1 - 0.9 is less than 0.1.
+    return math.floor(min(shape) * (1 - Fraction(str(unfreeze_rank_ratio))))
 
 
 class OsftFactors(nn.Module):
@@ -73,8 +75,7 @@ class OsftLinear(nn.Linear):
         z, p, is_wide = factors.osft_Z, factors.osft_P, factors.is_wide
         if isinstance(self.weight, DTensor):
             return F.linear(x, merge(self.weight, z, p, is_wide), self.bias)
-        output = osft_linear(x, self.weight, z, p, is_wide)
-        return output if self.bias is None else output + self.bias
+        return osft_linear(x, self.weight, self.bias, z, p, is_wide)
 
 
 def merge(weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
@@ -85,29 +86,31 @@ def merge(weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
 # An operator, so that activation checkpointing sees one operation whose input is all that it needs. A compiled
 # autograd.Function keeps its output.
 @torch.library.custom_op("torchstone::osft_linear", mutates_args=())
-def osft_linear(x: Tensor, weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
-    """x @ merge(weight, z, p).T. The reference is autograd through that, which computes the full weight gradient."""
-    return F.linear(x, merge(weight, z, p, is_wide))
+def osft_linear(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
+    """x @ merge(weight, z, p).T + bias. The reference is autograd through that, which computes the full weight
+    gradient. The bias is added before the output is rounded, as in the model."""
+    return F.linear(x, merge(weight, z, p, is_wide), bias)
 
 
 @osft_linear.register_fake
-def _(x: Tensor, weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.is_wide = inputs
-    ctx.save_for_backward(*tensors)
+    x, weight, _, z, p, ctx.is_wide = inputs
+    ctx.save_for_backward(x, weight, z, p)
 
 
 def _backward_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, z, p = ctx.saved_tensors
     dx = dy @ merge(weight, z, p, ctx.is_wide) if ctx.needs_input_grad[0] else None
+    d_bias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
     dz = None
-    if ctx.needs_input_grad[2]:
+    if ctx.needs_input_grad[3]:
         long, short = (x, dy) if ctx.is_wide else (dy, x)
         dz = long.flatten(0, -2).t() @ (short.flatten(0, -2) @ p.t())
-    return dx, None, dz, None, None
+    return dx, None, d_bias, dz, None, None
 
 
 osft_linear.register_autograd(_backward_linear, setup_context=_save_linear)
