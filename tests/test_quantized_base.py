@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,13 +21,18 @@ from exact_runs import StopAt, assert_same_run
 from layouts import CPU
 from sides import MAX_NORM, WEIGHT_DECAY
 from test_lora import LoraSide, assert_close, logits_of, open_peft_adapter
+from test_start import make_sparse_llama
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import load_model, read_base_model_info
+from torchstone.checkpoint.tensor_files import read_shapes
+from torchstone.config.load import load_config
+from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
 from torchstone.models.model import Model
 from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
+from torchstone.training import checks
 from torchstone.tuning.plan import LoraPlan
 from torchstone.tuning.quantize import QuantizedLinear, dequantize, quantize, quantize_linears
 from tuned import make_fallback
@@ -230,6 +236,33 @@ class TestRuns:
             api.train(overrides=new | {"tuning.quantize_base": "none"})
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
         api.train(overrides=new)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("nf4", 0.515869140625), ("int8", 1.0)])
+def test_the_memory_that_is_needed(
+    kind: str, size: float, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of the linears are neither in bf16 nor sharded, but split by a pipeline. Nothing is read."""
+    folder, layers, width = tmp_path / "large", 8, 4096
+    parameters = make_sparse_llama(folder, tokenizer, layers, width)
+    shapes = {name: math.prod(shape) for name, shape in read_shapes(folder / "model.safetensors").items()}
+    linears = sum(count for name, count in shapes.items() if "_proj" in name)
+    assert sum(shapes.values()) == parameters
+    values = {"model.path": str(folder), "data.path": "x", "output_dir": str(tmp_path / "run"), "system.device": "cpu"}
+    values |= {"tuning.method": "lora", "training.precision": "bf16"}
+
+    def text(world_size: int = 1, memory: int = 1, **changes: Any) -> str:
+        monkeypatch.setattr(checks, "process_memory", lambda: memory)
+        config = load_config(overrides=values | {"tuning.quantize_base": kind} | changes)
+        return api.describe_defaults(config, world_size)
+
+    rest, quantized = 2 * (parameters - linears), int(size * linears)
+    assert f"need at least {(rest + quantized) / 2**30:,.1f} GiB" in text()
+    assert f"need at least {(rest / 2 + quantized) / 2**30:,.1f} GiB" in text(2)
+    assert f"need at least {(rest + quantized) / 2 / 2**30:,.1f} GiB" in text(2, **{"parallel.pp": 2})
+    assert "need at least" not in text(memory=rest + quantized + 1)
+    unquantized = {"tuning.quantize_base": "none"}
+    assert "--tuning.quantize_base nf4" in text(memory=rest + quantized + 1, **unquantized)
 
 
 @pytest.mark.parametrize(

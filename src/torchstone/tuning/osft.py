@@ -248,6 +248,11 @@ class SubspaceProjection:
     def __init__(self, bases: Sequence[FrozenBasis]) -> None:
         self.bases = list(bases)
 
+    @property
+    def nbytes(self) -> int:
+        tensors = [tensor for each in self.bases for tensor in (each.basis, each.initial) if tensor is not None]
+        return sum(tensor.nbytes for tensor in tensors)
+
     @torch.no_grad()
     def project_gradients(self) -> None:
         """In fp32, also if the gradients are in bf16."""

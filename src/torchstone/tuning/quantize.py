@@ -45,6 +45,11 @@ def parse_quantization(text: str) -> tuple[Quantization, torch.dtype]:
     return cast(Quantization, quantization), dtype
 
 
+def bytes_per_weight(quantization: Quantization) -> float:
+    """Without the scales of int8, one for each row."""
+    return 1.0 if quantization == "int8" else 0.5 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
+
+
 class QuantizedLinear(nn.Linear):
     """What `quantize_linears` makes of a linear. It has no parameter `weight`; the attribute is dequantized."""
 
