@@ -593,6 +593,49 @@ class TestRuns:
         assert api.export(checkpoint, tmp_path / "model")["verified"]
 
 
+def fallback_settings(settings: Settings, folder: Path, **changes: Any) -> dict[str, Any]:
+    values = settings(**({"tuning__method": "osft", "model__path": str(folder)} | changes))
+    for key in ("model.depth", "model.width", "model.heads"):
+        del values[key]
+    return values
+
+
+class TestFallback:
+    @pytest.mark.parametrize(
+        "changes",
+        [{"tuning__osft_train_rest": True}, {"tuning__method": "lora", "tuning__modules_to_save": ["embed_in"]}],
+        ids=["osft", "lora"],
+    )
+    def test_training_starts_with_the_values_of_the_files(
+        self, changes: dict[str, Any], settings: Settings, tmp_path: Path
+    ) -> None:
+        """Not with those rounded to the dtype that is computed in."""
+        folder = make_fallback(tmp_path / "neox")
+        changes = changes | {"training__precision": "bf16", "training__max_steps": 1, "optim__learning_rate": 0.0}
+        api.train(overrides=fallback_settings(settings, folder, **changes))
+        api.export(tmp_path / "run", tmp_path / "model", merge=changes.get("tuning__method") == "lora")
+        before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "model"))
+        assert not [name for name, weight in before.items() if not torch.equal(weight, after[name])]
+
+    def test_files_without_the_prefix_of_the_model(self, settings: Settings, tmp_path: Path) -> None:
+        folder = make_fallback(tmp_path / "bloom", "bloom", n_layer=2, n_head=4)
+        weights = load_file(folder / "model.safetensors")
+        short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+        assert short.keys() != weights.keys()
+        save_file(short, folder / "model.safetensors", {"format": "pt"})
+        values = fallback_settings(settings, folder, data__packing=False, training__max_steps=2)
+        api.train(overrides=values)
+        assert api.export(values["output_dir"], tmp_path / "model")["verified"]
+        after = load_file(tmp_path / "model/model.safetensors")
+        changed = [name for name, weight in weights.items() if not torch.equal(weight, after[name])]
+        assert changed == [name for name in weights if ".h." in name and weights[name].dim() == 2]
+
+    def test_linears_that_are_computed_otherwise_are_refused(self, settings: Settings, tmp_path: Path) -> None:
+        folder = make_fallback(tmp_path / "falcon", "falcon", num_hidden_layers=2, num_attention_heads=4)
+        with pytest.raises(UsageError, match=r"OSFT cannot tune transformer.*: FalconLinear has a forward pass of its"):
+            api.train(overrides=fallback_settings(settings, folder, data__packing=False))
+
+
 class TestBaseModels:
     @pytest.mark.parametrize("method", ["osft", "lora"])
     def test_a_run_resumes_on_the_checkpoint_that_it_began_with(
@@ -640,6 +683,14 @@ class TestBaseModels:
 
 
 class TestSingularVectors:
+    def test_a_cache_that_cannot_be_written_is_named(
+        self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "file"))
+        with pytest.raises(UsageError, match=r"singular vectors cannot be written to .*\n  set TORCHSTONE_CACHE"):
+            api.train(overrides=osft_settings())
+
     def test_a_second_run_reads_them(
         self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

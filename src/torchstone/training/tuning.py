@@ -132,6 +132,12 @@ def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: E
         )
     model = read_base_model_info(base, execution)
     targets = tuned_linears("tuning.osft_targets", tuning.osft_targets, model)
+    for name in targets:
+        if name in model.not_for_osft:
+            raise UsageError(
+                f"OSFT cannot tune {name.removeprefix('hf.')}: {model.not_for_osft[name]}",
+                "leave it out of --tuning.osft_targets, or use --tuning.method lora",
+            )
     ranks = {name: min(shape) - frozen_rank(shape, ratio) for name, shape in _weight_shapes(targets, model).items()}
     whole = {f"{name}.weight" for name, rank in ranks.items() if rank == min(model.shapes[f"{name}.weight"])}
     rest = set(model.shapes) - {f"{name}.weight" for name in targets} if tuning.osft_train_rest else set()
