@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from torchstone.observe.console import Console
 from torchstone.observe.metrics import read_metrics
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_runner
+from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
@@ -129,6 +130,19 @@ class TestSubspaces:
         actual = torch.autograd.grad((linear_in(x) * target).sum(), inputs)
         for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_trained_is_counted(tmp_path: Path) -> None:
+    """For the line at the start of a run."""
+    folder = make_model(tmp_path / "llama", "llama", "grouped")
+    plan = plan_for(folder, 0.25)
+    model = load_tuned(folder, plan)
+    factors, others = 0, 0
+    for name, parameter in model.trained_parameters():
+        factors, others = factors + parameter.numel() * (".adapters." in name), others + parameter.numel()
+    text = f"OSFT of 0.25 of the ranks of {7 * 3} linears"
+    counts = plan.count_parameters({name: tuple(p.shape) for name, p in model.named_parameters()})
+    assert counts == {text: factors, "other parameters": others - factors}
 
 
 def test_how_many_directions_are_frozen() -> None:
@@ -413,8 +427,9 @@ def osft_settings(base_run: Path, settings: Settings) -> Settings:
     return make
 
 
-def train_on_rank(values: dict[str, Any]) -> None:
-    api.train(overrides=values)
+def train_on_rank(*runs: dict[str, Any]) -> None:
+    for values in runs:
+        api.train(overrides=values)
 
 
 def flip_signs(cache: Path) -> None:
@@ -433,6 +448,33 @@ def train_on_machine(values: dict[str, Any], caches: list[Path]) -> None:
     parts = values | {"output_dir": f"{values['output_dir']}-parts"}
     api.train(overrides=parts, callbacks=[StopAt(3)])
     api.train(overrides=parts)
+
+
+def train_and_return_shards(values: dict[str, Any]) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    """What this rank holds of that which is saved, at the end of a run."""
+    held: list[TensorShard] = []
+
+    class KeepShards(Callback):
+        def on_end(self, run: Run) -> None:
+            assert run.model.tuning is not None
+            for name, parameter in run.model.named_parameters():
+                if run.model.tuning.is_saved(name):
+                    held.extend(local_shards(run.model.decoder_config, name, parameter.detach().clone()))
+
+    api.train(overrides=values, callbacks=[KeepShards()])
+    return [(shard.name, shard.shape, shard.offset, shard.tensor) for shard in held]
+
+
+def assemble(shards: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors. Ranks that hold the same slice must have the same values."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape, offset, values in shards:
+        whole = tensors.setdefault(name, torch.full(shape, torch.nan))
+        part = whole[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))]
+        assert torch.equal(torch.where(part.isnan(), values, part), values), name
+        part.copy_(values)
+    assert not [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    return tensors
 
 
 def losses_of(run: str | Path) -> list[float]:
@@ -498,14 +540,39 @@ class TestRuns:
         assert losses_of(whole) == pytest.approx(losses_of(expected), rel=1e-5)
         assert all(0 < line["osft_error"] < 1e-6 for line in read_metrics(whole / "metrics.jsonl"))
 
-    def test_a_run_goes_on_in_another_layout(self, osft_settings: Settings, tmp_path: Path) -> None:
-        values = osft_settings()
+    @pytest.mark.parametrize("processes", [4, pytest.param(8, marks=the_rest)])
+    def test_a_run_goes_on_in_another_layout(
+        self,
+        processes: int,
+        osft_settings: Settings,
+        base_run: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The ranks share the work of the decomposition, and the export has what they hold, bit for bit."""
+        values = osft_settings(observe__console="lines")
         api.train(overrides=values | {"output_dir": str(tmp_path / "one")})
-        two = values | {"output_dir": str(tmp_path / "two"), "training.batch_size": 2}
-        api.train(overrides=two | {"training.batch_size": 4}, callbacks=[StopAt(3)])
-        launch_procs(train_on_rank, 2, two, timeout=120)
-        assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
-        assert api.export(tmp_path / "two", tmp_path / "model")["verified"]
+        many = values | {"output_dir": str(tmp_path / "many"), "training.batch_size": 4 // (processes // 4)}
+        api.train(overrides=many | {"training.batch_size": 4}, callbacks=[StopAt(3)])
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "cache"))
+        layout = {"parallel.tp": 2, "parallel.pp": 2}
+        ranks = launch_procs(train_and_return_shards, processes, many | layout, timeout=240)
+        log = (tmp_path / "many/logs/rank-0.log").read_text()
+        assert "singular vectors of 14 linears: 14 computed" in log
+        assert losses_of(tmp_path / "many") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+        assert api.export(tmp_path / "many", tmp_path / "model")["verified"]
+        base, exported = (full_unfused_parameters(load_model(folder, CPU)) for folder in (base_run, tmp_path / "model"))
+        held = assemble(shard for shards in ranks for shard in shards)
+        trained = sum(tensor.numel() for name, tensor in held.items() if name.endswith("osft_Z"))
+        assert f"OSFT of 0.25 of the ranks of 14 linears {trained / 1e6:.2f}M" in log
+        for name, weight in base.items():
+            linear = name.removesuffix(".weight")
+            expected = held.get(name)
+            if expected is None:
+                z, p = (held.pop(f"{linear}.adapters.osft.osft_{kind}").double() for kind in "ZP")
+                expected = merge(weight.double(), z, p, weight.shape[0] < weight.shape[1]).float()
+            assert torch.equal(exported[name], expected), name
+        assert held.keys() <= base.keys()
 
     def test_the_fallback_in_one_and_two_processes(self, settings: Settings, tmp_path: Path) -> None:
         folder = make_fallback(tmp_path / "neox")
@@ -515,15 +582,19 @@ class TestRuns:
         for key in ("model.depth", "model.width", "model.heads"):
             del values[key]
         api.train(overrides=values)
-        one, two = values["output_dir"], str(tmp_path / "two")
-        launch_procs(train_on_rank, 2, values | {"output_dir": two, "training.batch_size": 2}, timeout=120)
-        assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
-        results = [api.export(run, tmp_path / f"model-{number}") for number, run in enumerate((one, two))]
+        runs = [values["output_dir"], str(tmp_path / "shards"), str(tmp_path / "replicas")]
+        layouts = [{"output_dir": runs[1]}, {"output_dir": runs[2], "parallel.dp_replicate": 2}]
+        two = [values | {"training.batch_size": 2} | layout for layout in layouts]
+        launch_procs(train_on_rank, 2, *two, timeout=120)
+        results = [api.export(run, tmp_path / f"model-{number}") for number, run in enumerate(runs)]
         assert all(result["verified"] for result in results)
-        weights = [load_file(tmp_path / f"model-{number}/model.safetensors") for number in (0, 1)]
+        weights = [load_file(tmp_path / f"model-{number}/model.safetensors") for number in range(3)]
         base = load_file(folder / "model.safetensors")
+        for run in runs[1:]:
+            assert losses_of(run) == pytest.approx(losses_of(runs[0]), rel=1e-5)
         for name, weight in base.items():
-            torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=2e-5)
+            for other in weights[1:]:
+                torch.testing.assert_close(weights[0][name], other[name], rtol=0, atol=2e-5)
             k = frozen_rank(weight.shape, 0.25) if weight.dim() == 2 else 0
             if ".layers." in name and k:
                 u = torch.linalg.svd(weight.double()).U[:, :k]
