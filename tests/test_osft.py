@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -773,7 +774,15 @@ class TestSingularVectors:
             return (tmp_path / name / "logs/rank-0.log").read_text()
 
         assert "singular vectors of 14 linears: 14 computed" in train("first")
-        assert "singular vectors of 14 linears: all from the cache" in train("second")
+        (used,) = (tmp_path / "cache/osft").iterdir()
+        unused, recent = (used.parent / name for name in ("unused", "recent"))
+        for folder, days in ((used, 40), (unused, 40), (recent, 20)):
+            folder.mkdir(exist_ok=True)
+            os.utime(folder, (0, time.time() - days * 86400))
+        log = train("second")
+        assert "singular vectors of 14 linears: all from the cache" in log
+        assert f"removed {unused}: no run has used these singular vectors for 30 days" in log
+        assert {*used.parent.iterdir()} == {used, recent}
         assert losses_of(tmp_path / "first") == losses_of(tmp_path / "second")
         damaged, foreign, *_ = sorted((tmp_path / "cache/osft").glob("*/*.safetensors"))
         damaged.write_bytes(damaged.read_bytes()[:100])

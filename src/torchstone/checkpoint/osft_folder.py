@@ -1,4 +1,4 @@
-"""The files of OSFT: checkpoints, which have only what was trained, and singular vectors, which a second run reuses.
+"""The files of OSFT: checkpoints of what was trained, and a cache of singular vectors for later runs.
 
 A checkpoint names its base model in osft_config.json and has its tensors as shards, also if a single process saved it:
 Z and P of every target and, if they are trained, all other parameters. Every command opens it as the merged model.
@@ -7,6 +7,8 @@ Z and P of every target and, if they are trained, all other parameters. Every co
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -26,12 +28,14 @@ from torchstone.tuning.osft import is_decomposition, singular_vectors
 
 CONFIG_FILE = "osft_config.json"
 VECTORS = "singular_vectors"
+# How long those of a model are kept after the last start of a run. They take 11 GB for a model of 8B parameters.
+UNUSED_DAYS = 30
 Digest = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class OsftConfig:
-    """osft_config.json: the model that was tuned, and the rank r of what was trained of its linears."""
+    """osft_config.json: the model that was tuned, and r, the number of trained directions, of its linears."""
 
     base_model_name_or_path: str
     base_fingerprint: str
@@ -63,7 +67,7 @@ def open_osft(folder: Path) -> ShardedFiles:
 class SingularVectors:
     """Singular vectors of linears (tuning/osft.py) in files, one for each linear, in a folder of their model.
 
-    Those that are in the folder are checked against the weight before they are used.
+    Vectors in the folder are checked against the weight before they are used.
     """
 
     def __init__(self, base: TensorSource, shapes: Mapping[str, tuple[int, ...]], fingerprint: str) -> None:
@@ -97,6 +101,8 @@ class SingularVectors:
     ) -> tuple[int, dict[str, Digest]]:
         """Returns how many were computed, and a digest of each of this rank's share."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # For `remove_unused`.
+        os.utime(self.folder)
         own = linears[local_rank() :: local_world_size()]
         computed, digests = 0, dict[str, Digest]()
         with ThreadPoolExecutor(1) as writer:
@@ -114,6 +120,15 @@ class SingularVectors:
             if written is not None:
                 written.result()
         return computed, digests
+
+    def remove_unused(self) -> list[Path]:
+        """Removes the vectors of models that no run has started with for UNUSED_DAYS; returns their folders."""
+        start = time.time() - UNUSED_DAYS * 86400
+        unused = [each for each in self.folder.parent.iterdir() if each.is_dir() and each.stat().st_mtime < start]
+        for folder in unused:
+            # Another process may do the same.
+            shutil.rmtree(folder, ignore_errors=True)
+        return unused
 
     def _replace_other_vectors(self, digests: Mapping[str, Digest], ctx: ParallelContext) -> int:
         """Where machines have different vectors, each takes those of the first one; returns how many this rank did.

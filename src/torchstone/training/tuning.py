@@ -13,7 +13,7 @@ from torchstone import hub
 from torchstone.checkpoint.adapter_folder import check_base, is_adapter_folder, open_adapter
 from torchstone.checkpoint.load import is_tuned_folder, resolve_model_folder
 from torchstone.checkpoint.model_folder import BaseModelInfo, fallback_reason, read_base_model_info
-from torchstone.checkpoint.osft_folder import SingularVectors, open_osft, read_osft_config
+from torchstone.checkpoint.osft_folder import UNUSED_DAYS, SingularVectors, open_osft, read_osft_config
 from torchstone.config.schema import Config, TuningConfig
 from torchstone.errors import UsageError
 from torchstone.models.decoder import EMBEDDING, HEAD
@@ -22,7 +22,7 @@ from torchstone.models.model import Model
 from torchstone.observe.console import Console, count_text
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.local_shards import local_shards
-from torchstone.parallel.mesh import ParallelContext
+from torchstone.parallel.mesh import ParallelContext, local_rank
 from torchstone.tuning.lora import AdapterTensors, LoraAdapter, LoraSpec, parameter_name, split_parameter_name
 from torchstone.tuning.osft import (
     OSFT_ADAPTER,
@@ -164,6 +164,9 @@ def decompose(plan: OsftPlan, device: torch.device, ctx: ParallelContext, consol
     source = f"{computed} computed" if computed else "all from the cache"
     source += f", {replaced} replaced by those of the first machine" if replaced else ""
     console.info(f"singular vectors of {len(plan.ranks)} linears: {source}, in {plan.vectors.folder}")
+    if local_rank() == 0:
+        for folder in plan.vectors.remove_unused():
+            console.info(f"removed {folder}: no run has used these singular vectors for {UNUSED_DAYS} days")
 
 
 @torch.no_grad()

@@ -1,18 +1,18 @@
-"""OSFT, orthogonal-subspace fine-tuning: what a matrix does most stays as it is, and the rest of it is trained.
+"""OSFT, orthogonal-subspace fine-tuning: the largest singular directions of a matrix are frozen, the rest is trained.
 
     W = U S V^T         the k largest singular values belong to U_high and V_high, the other r to U_low and V_low
     W = W0 + Z P        if W is tall (out >= in):  P = V_low^T [r, in],  Z [out, r],  U_high^T Z = 0
     W = W0 + (Z P)^T    if W is wide (out < in):   P = U_low^T [r, out], Z [in, r],   V_high^T Z = 0
 
-W0 and P are frozen. Z is trained and starts at zero, so that training starts from the model as it is, to the last bit.
-U_high^T W V_high never changes, and neither do U_high^T W and W V_high: in these directions the model computes what it
-did. Training U_low, S_low and V_low, projected off U_high and V_high, reaches the same matrices and no others: P spans
+W0 and P are frozen. Z is trained and starts at zero, so training starts from the model as it is, to the last bit.
+U_high^T W V_high, U_high^T W and W V_high never change: in these directions the model computes what it computed before.
+Training U_low, S_low and V_low, projected off U_high and V_high, reaches the same matrices and no others: P spans
 all that is orthogonal to the frozen directions on the smaller side, so only the other side needs a projection.
 
 The forward pass multiplies by the dense W (`merge`), at the cost of full fine-tuning. The gradient of Z is dY^T
 (X P^T), which takes about r / m of the time of a full weight gradient. `SubspaceProjection` projects gradients before
 they are clipped, and then what the optimizer adds to Z: Adam divides every element by a scale of its own, which leaves
-the subspace. Weight decay decays W_low, which is W0_low + Z P, as in full fine-tuning, not Z alone.
+the subspace. Weight decay acts on W_low, which is W0_low + Z P, as in full fine-tuning, and not on Z alone.
 
 Below, n is the larger dimension of W, m the smaller one.
 """
@@ -61,12 +61,12 @@ class OsftFactors(nn.Module):
 
     @property
     def sharded_dims(self) -> dict[str, tuple[int, int]]:
-        """Of each factor, the dimension that it shares with the weight, and the dimension of the weight."""
+        """The dimension in which a factor is sharded like the weight: that of the factor, and that of the weight."""
         return {OSFT_Z: (0, int(self.is_wide)), OSFT_P: (1, int(not self.is_wide))}
 
 
 class OsftLinear(nn.Linear):
-    """What `add_osft` makes of a linear, which keeps its parameters and names."""
+    """A linear after `add_osft`. Its own parameters keep their names."""
 
     adapters: nn.ModuleDict
 
@@ -128,7 +128,7 @@ def add_osft(module: nn.Module, ranks: Mapping[str, int]) -> None:
 
 @torch.no_grad()
 def singular_vectors(weight: Tensor) -> Tensor:
-    """The singular vectors [m, m] of the smaller dimension, in fp32; those of the largest singular values first.
+    """The singular vectors [m, m] of the smaller dimension, in fp32, in descending order of their singular values.
 
     They are the eigenvectors of the smaller Gram matrix, in fp64, which takes a fraction of the time of an SVD. The
     largest component of each is positive: a decomposition alone does not decide the signs.
@@ -175,8 +175,8 @@ def frozen_basis(weight: Tensor, vectors: Tensor, frozen: int) -> Tensor:
     left = _tall(weight.double()) @ vectors[:, :frozen].double()
     unit = left / torch.linalg.vector_norm(left, dim=0)
     gram = unit.t() @ unit
-    # They are orthogonal up to the rounding of `vectors`, so that a Cholesky decomposition does, in a fifth of the time
-    # of a QR decomposition. Where singular values are zero, there may be NaN.
+    # Rounding of `vectors` makes them only nearly orthogonal. A Cholesky decomposition corrects that in a fifth of the
+    # time of a QR decomposition, but singular values of zero make them NaN.
     if frozen and (gram - torch.eye(frozen, dtype=gram.dtype, device=gram.device)).abs().max() < NEARLY_ORTHOGONAL:
         upper = torch.linalg.cholesky(gram, upper=True)
         return torch.linalg.solve_triangular(upper, unit, upper=True, left=False).float()
@@ -209,7 +209,7 @@ class InitialOsft:
 
 
 def split_bf16(x: Tensor) -> Tensor:
-    """[2, ...]: two bf16 tensors, whose sum is x to 16 bits."""
+    """Two bf16 tensors, stacked [2, ...], whose sum has the first 16 bits of x."""
     parts = x.new_empty(2, *x.shape, dtype=torch.bfloat16)
     parts[0] = x
     torch.sub(x, parts[0], out=parts[1])
@@ -217,7 +217,7 @@ def split_bf16(x: Tensor) -> Tensor:
 
 
 def add_split_product(tensor: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """tensor += alpha * a @ b in fp32, of two results of `split_bf16`.
+    """tensor += alpha * a @ b in fp32. `a` and `b` are results of `split_bf16`.
 
     On a GPU, which has tensor cores for bf16 but not for fp32, this takes a quarter of the time of fp32.
     """
@@ -229,9 +229,10 @@ def add_split_product(tensor: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) 
 
 
 class FrozenBasis(NamedTuple):
-    """Of one Z: the frozen directions [n, k] that it must be orthogonal to, and W0_low P^T [n, r] if weights decay.
+    """A Z, the frozen directions [n, k] that it must be orthogonal to, and, if weights decay, W0_low P^T [n, r].
 
-    Both in fp32, or the directions as `split_bf16` has them and the rest in bf16. Of each, the rows that this rank has.
+    Both tensors have the rows that this rank holds of Z. They are in fp32; or the directions are a result of
+    `split_bf16`, and the other one is in bf16.
     """
 
     parameter: nn.Parameter
@@ -266,9 +267,9 @@ class SubspaceProjection:
 
     @contextmanager
     def projected_update(self, optimizer: AdamW, coefficient: Tensor) -> Iterator[None]:
-        """What the optimizer does to each Z inside of the context is projected, and W0_low decays like Z.
+        """Projects the change that the optimizer makes to each Z within the context. W0_low decays like Z.
 
-        `coefficient`: the clipping coefficient; if it is NaN, the optimizer changes nothing, and nothing changes.
+        `coefficient`: the clipping coefficient. If it is NaN, the optimizer changes nothing, and W0_low does not decay.
         """
         before = [_local(parameter).detach().clone() for parameter, _, _ in self.bases]
         yield
@@ -298,7 +299,7 @@ class SubspaceProjection:
         return (inside / total.clamp(min=1e-300)).sqrt()
 
     def _project(self, parameter: nn.Parameter, tensor: Tensor, basis: Tensor) -> None:
-        """Subtracts from `tensor`, which is sharded as the parameter is, what lies in the frozen directions."""
+        """Subtracts the part of `tensor` that lies in the frozen directions. It is sharded like the parameter."""
         if basis.dtype == torch.float32:
             tensor.addmm_(basis, self._sum_shards(parameter, basis.t() @ tensor), alpha=-1)
             return
@@ -322,8 +323,8 @@ def _local(tensor: Tensor) -> Tensor:
 class MergedOsft:
     """A `TensorSource` of dense weights: those of `base` with the updates Z P that `values` has.
 
-    A weight is merged in a wider dtype and rounded once. `errors` has what that lost, by name (`rounding_error`).
-    Other parameters that `values` has replace those of `base`.
+    A weight is merged in a wider dtype and rounded once. `errors` has what rounding lost, by name (`rounding_error`).
+    If `values` has another parameter, it replaces that of `base`.
     """
 
     def __init__(
@@ -351,7 +352,7 @@ class MergedOsft:
         self.base.read_into(name, base, offset)
         rows, columns = self.shapes[name]
         is_wide = rows < columns
-        # The dimension of the target that Z has, and the one that P has.
+        # The dimensions of the target that Z and P have.
         long, short = (1, 0) if is_wide else (0, 1)
         z = torch.empty(target.shape[long], self.ranks[linear], dtype=dtype)
         p = torch.empty(self.ranks[linear], target.shape[short], dtype=dtype)

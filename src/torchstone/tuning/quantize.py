@@ -45,7 +45,7 @@ def parse_quantization(text: str) -> tuple[Quantization, torch.dtype]:
     return cast(Quantization, quantization), dtype
 
 
-def bytes_per_weight(quantization: Quantization) -> float:
+def bytes_per_weight(quantization: str) -> float:
     """Without the scales of int8, one for each row."""
     return 1.0 if quantization == "int8" else 0.5 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
 
