@@ -79,7 +79,7 @@ def export_model(
     adapter, or a checkpoint of OSFT, was trained on.
     """
     if base is not None:
-        folder = resolve_model_folder(source)
+        folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
         with _with_base(folder, base) as copy:
             result = export_model(str(copy), target, dtype, verify, trust_remote_code, merge, average_lora_a)
         return result | {"source": str(folder)}

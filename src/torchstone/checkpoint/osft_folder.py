@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,8 +102,9 @@ class SingularVectors:
     ) -> tuple[int, dict[str, Digest]]:
         """Returns how many were computed, and a digest of each of this rank's share."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # For `remove_unused`.
-        os.utime(self.folder)
+        # For `remove_unused`. A cache that can only be read will do.
+        with suppress(PermissionError):
+            os.utime(self.folder)
         own = linears[local_rank() :: local_world_size()]
         computed, digests = 0, dict[str, Digest]()
         with ThreadPoolExecutor(1) as writer:
@@ -123,12 +125,14 @@ class SingularVectors:
 
     def remove_unused(self) -> list[Path]:
         """Removes the vectors of models that no run has started with for UNUSED_DAYS; returns their folders."""
-        start = time.time() - UNUSED_DAYS * 86400
-        unused = [each for each in self.folder.parent.iterdir() if each.is_dir() and each.stat().st_mtime < start]
-        for folder in unused:
-            # Another process may do the same.
-            shutil.rmtree(folder, ignore_errors=True)
-        return unused
+        start, removed = time.time() - UNUSED_DAYS * 86400, list[Path]()
+        # Another process may do the same, and the folder may be another user's.
+        with suppress(OSError):
+            for folder in self.folder.parent.iterdir():
+                if folder.is_dir() and folder.stat().st_mtime < start:
+                    shutil.rmtree(folder)
+                    removed.append(folder)
+        return removed
 
     def _replace_other_vectors(self, digests: Mapping[str, Digest], ctx: ParallelContext) -> int:
         """Where machines have different vectors, each takes those of the first one; returns how many this rank did.
