@@ -19,6 +19,7 @@ from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
 from torchstone.models.decoder import DecoderConfig, LayerSpec
+from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.parallel.projections import ShardedProjections
@@ -32,6 +33,7 @@ from torchstone.training.memory import (
     size_flags,
     state_bytes,
 )
+from torchstone.training.setup import build_run
 from torchstone.training.step import compute_gradients
 
 GIB = 2**30
@@ -87,6 +89,31 @@ class TestEstimate:
         tensors += [m for state in optimizer.state.values() for key, m in state.items() if key != "step"]
         assert state_bytes(model, optimizer) + accumulation_bytes(model) == sum(tensor.nbytes for tensor in tensors)
         assert accumulation_bytes(model) == (2 * model.parameter_count if precision == "bf16" else 0)
+
+    @pytest.mark.parametrize("method", ["lora", "osft"])
+    def test_what_is_frozen_is_counted_too(self, method: str, base_run: Path, settings: Any) -> None:
+        """Quantized weights, and the frozen directions of OSFT."""
+        values = settings(
+            model__path=str(base_run), tuning__method=method, training__precision="bf16", optim__weight_decay=0.1
+        )
+        for key in ("model.depth", "model.width", "model.heads", "model.tokenizer"):
+            del values[key]
+        if method == "lora":
+            pytest.importorskip("bitsandbytes")
+            values["tuning.quantize_base"] = "nf4"
+        run = build_run(load_config(overrides=values), Console("quiet"), CPU)
+        model, projection = run.model, run.runner.projection
+        assert model.master_weights is not None
+        copies = model.master_weights.copies
+        # In bf16, what is trained has fp32 values and moments, bf16 copies and gradients.
+        expected = sum(
+            16 * p.numel() if p.requires_grad else copies.get(p, p).nbytes for _, p in model.named_parameters()
+        )
+        tensors = [buffer for name, buffer in model.module.named_buffers() if ".part_" in name]
+        if projection is not None:
+            tensors = [tensor for _, basis, initial in projection.bases for tensor in (basis, initial)]
+        assert len(tensors) == (28 if method == "osft" else 5 * 14)
+        assert state_bytes(model, run.optimizer, projection) == expected + sum(tensor.nbytes for tensor in tensors)
 
 
 def size_flags_of(rows: int) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.load import load_config
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, NumericalError, UsageError
 from torchstone.models.decoder import Decoder, DecoderConfig, LayerSpec
 from torchstone.models.execution import ExecutionOptions, apply_activation_checkpointing, compile_decoder
 from torchstone.models.model import Model
@@ -37,6 +39,7 @@ from torchstone.observe.console import Console
 from torchstone.observe.metrics import read_metrics
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import ModelBuilder, ShardedModelBuilder, build_runner
+from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
@@ -51,10 +54,12 @@ from torchstone.tuning.osft import (
     is_decomposition,
     merge,
     singular_vectors,
+    with_low_vectors,
 )
 from torchstone.tuning.plan import OsftPlan
 from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
 
+Command = Callable[..., tuple[int, str, str]]
 Settings = Callable[..., dict[str, Any]]
 SHAPES = {"tall": (24, 10), "wide": (10, 24), "square": (12, 12)}
 SIZES = {"width": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "mlp_width": 40}
@@ -90,6 +95,25 @@ class TestSubspaces:
         assert not is_decomposition(changed, vectors)
         assert not is_decomposition(weight, vectors * 1.001)
 
+    def test_their_signs_are_decided(self, shape: tuple[int, int]) -> None:
+        vectors = singular_vectors(random_weight(shape))
+        assert (vectors.amax(0) == vectors.abs().amax(0)).all()
+
+    def test_p_decides_what_is_frozen(self, shape: tuple[int, int]) -> None:
+        """Among equal singular values any basis is one of singular vectors."""
+        u, _, vh = torch.linalg.svd(random_weight(shape), full_matrices=False)
+        weight, size = u @ vh, min(shape)
+        rotation = torch.linalg.qr(random_weight((size, size))).Q
+        vectors = singular_vectors(weight)
+        others = (vectors.double() @ rotation).float()
+        assert is_decomposition(weight, vectors)
+        assert is_decomposition(weight, others)
+        p = vectors[:, 7:].t()
+        bases = [frozen_basis(weight, each, 7) for each in (vectors, others, with_low_vectors(others, p))]
+        expected, other, actual = (basis @ basis.t() for basis in bases)
+        assert (other - expected).norm() > 0.5
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
     def test_gradients_are_those_of_the_dense_weight(self, shape: tuple[int, int]) -> None:
         linear = nn.Linear(shape[1], shape[0], dtype=torch.float64)
         add_osft(linear_in := nn.Sequential(linear), {"0": 4})
@@ -109,8 +133,23 @@ class TestSubspaces:
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_what_is_trained_is_counted(tmp_path: Path) -> None:
+    """For the line at the start of a run."""
+    folder = make_model(tmp_path / "llama", "llama", "grouped")
+    plan = plan_for(folder, 0.25)
+    model = load_tuned(folder, plan)
+    factors, others = 0, 0
+    for name, parameter in model.trained_parameters():
+        factors, others = factors + parameter.numel() * (".adapters." in name), others + parameter.numel()
+    text = f"OSFT of 0.25 of the ranks of {7 * 3} linears"
+    counts = plan.count_parameters({name: tuple(p.shape) for name, p in model.named_parameters()})
+    assert counts == {text: factors, "other parameters": others - factors}
+
+
 def test_how_many_directions_are_frozen() -> None:
     assert [frozen_rank((24, 10), ratio) for ratio in (0.0, 0.25, 0.99, 1.0)] == [10, 7, 0, 0]
+    # In floating point, 2560 * (1 - 0.9) is less than 256.
+    assert [frozen_rank((2560, 9728), ratio) for ratio in (0.9, 0.3, 1e-9, 0.999999)] == [256, 1792, 2559, 0]
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"], ids=["eager", "compiled"])
@@ -153,6 +192,19 @@ def plan_for(folder: Path, ratio: float = 0.25, **settings: Any) -> OsftPlan:
 def load_tuned(folder: Path, plan: OsftPlan, ctx: ParallelContext = SINGLE_PROCESS, **options: Any) -> Model:
     decompose(plan, CPU, ctx, Console("quiet"))
     return load_model(folder, CPU, tuning=plan, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_it_starts_from_the_model_to_the_last_bit(family: str, tmp_path: Path) -> None:
+    """In bf16, with biases."""
+    folder = make_model(tmp_path / family, family)
+    builder = ModelBuilder(CPU, torch.float32, torch.bfloat16)
+    model = load_tuned(folder, plan_for(folder), builder=builder)
+    build_runner(model, builder, packed=True)
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(12).expand_as(ids)
+    expected = load_model(folder, CPU, torch.bfloat16).module(ids, positions)
+    assert torch.equal(model.module(ids, positions), expected)
 
 
 class OsftReference(parity.Reference):
@@ -376,8 +428,54 @@ def osft_settings(base_run: Path, settings: Settings) -> Settings:
     return make
 
 
-def train_on_rank(values: dict[str, Any]) -> None:
-    api.train(overrides=values)
+def train_on_rank(*runs: dict[str, Any]) -> None:
+    for values in runs:
+        api.train(overrides=values)
+
+
+def flip_signs(cache: Path) -> None:
+    """Of every second singular vector."""
+    for file in cache.rglob("*.safetensors"):
+        ((name, vectors),) = load_file(file).items()
+        vectors[::2] *= -1
+        save_file({name: vectors}, file)
+
+
+def train_on_machine(values: dict[str, Any], caches: list[Path]) -> None:
+    """A run, and the same one in two parts. Each rank is a machine with its own cache."""
+    cache = str(caches[int(os.environ["RANK"])])
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHSTONE_CACHE": cache}
+    api.train(overrides=values | {"output_dir": f"{values['output_dir']}-whole"})
+    parts = values | {"output_dir": f"{values['output_dir']}-parts"}
+    api.train(overrides=parts, callbacks=[StopAt(3)])
+    api.train(overrides=parts)
+
+
+def train_and_return_shards(values: dict[str, Any]) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    """What this rank holds of that which is saved, at the end of a run."""
+    held: list[TensorShard] = []
+
+    class KeepShards(Callback):
+        def on_end(self, run: Run) -> None:
+            assert run.model.tuning is not None
+            for name, parameter in run.model.named_parameters():
+                if run.model.tuning.is_saved(name):
+                    held.extend(local_shards(run.model.decoder_config, name, parameter.detach().clone()))
+
+    api.train(overrides=values, callbacks=[KeepShards()])
+    return [(shard.name, shard.shape, shard.offset, shard.tensor) for shard in held]
+
+
+def assemble(shards: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors. Ranks that hold the same slice must have the same values."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape, offset, values in shards:
+        whole = tensors.setdefault(name, torch.full(shape, torch.nan))
+        part = whole[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))]
+        assert torch.equal(torch.where(part.isnan(), values, part), values), name
+        part.copy_(values)
+    assert not [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    return tensors
 
 
 def losses_of(run: str | Path) -> list[float]:
@@ -413,24 +511,69 @@ class TestRuns:
         torch.testing.assert_close(theirs(ids).logits, logits, rtol=0, atol=1e-5)
         assert (logits - expected).abs().max() > 0.1, "it is trained"
 
-    def test_resume_is_exact(self, osft_settings: Settings) -> None:
-        def values(name: str) -> dict[str, Any]:
-            made = osft_settings(optim__weight_decay=0.1)
-            return made | {"output_dir": f"{made['output_dir']}-{name}"}
+    def test_resume_is_exact(self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also with singular vectors of other signs, as another machine may compute them."""
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "cache"))
+        values = osft_settings(optim__weight_decay=0.1)
+        whole, parts = ({**values, "output_dir": str(tmp_path / name)} for name in ("whole", "parts"))
+        api.train(overrides=whole)
+        api.train(overrides=parts, callbacks=[StopAt(3)])
+        flip_signs(tmp_path / "cache")
+        api.train(overrides=parts)
+        assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
 
-        api.train(overrides=values("whole"))
-        api.train(overrides=values("parts"), callbacks=[StopAt(3)])
-        api.train(overrides=values("parts"))
-        assert_same_run(values("whole")["output_dir"], values("parts")["output_dir"], 6)
+    def test_two_machines_with_other_vectors(
+        self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All ranks take those of the first machine; and a run of two processes resumes exactly."""
+        one, two = tmp_path / "one", tmp_path / "two"
+        values = osft_settings(optim__weight_decay=0.1, observe__console="lines")
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(one))
+        api.train(overrides=values)
+        shutil.copytree(one, two)
+        flip_signs(two)
+        launch_procs(train_on_machine, 2, values | {"parallel.tp": 2}, [one, two], timeout=120)
+        expected, whole, parts = (Path(values["output_dir"] + end) for end in ("", "-whole", "-parts"))
+        assert (
+            "all from the cache, 14 replaced by those of the first machine" in (whole / "logs/rank-0.log").read_text()
+        )
+        assert_same_run(whole, parts, 6)
+        assert losses_of(whole) == pytest.approx(losses_of(expected), rel=1e-5)
+        assert all(0 < line["osft_error"] < 1e-6 for line in read_metrics(whole / "metrics.jsonl"))
 
-    def test_a_run_goes_on_in_another_layout(self, osft_settings: Settings, tmp_path: Path) -> None:
-        values = osft_settings()
+    @pytest.mark.parametrize("processes", [4, pytest.param(8, marks=the_rest)])
+    def test_a_run_goes_on_in_another_layout(
+        self,
+        processes: int,
+        osft_settings: Settings,
+        base_run: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The ranks share the work of the decomposition, and the export has what they hold, bit for bit."""
+        values = osft_settings(observe__console="lines")
         api.train(overrides=values | {"output_dir": str(tmp_path / "one")})
-        two = values | {"output_dir": str(tmp_path / "two"), "training.batch_size": 2}
-        api.train(overrides=two | {"training.batch_size": 4}, callbacks=[StopAt(3)])
-        launch_procs(train_on_rank, 2, two, timeout=120)
-        assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
-        assert api.export(tmp_path / "two", tmp_path / "model")["verified"]
+        many = values | {"output_dir": str(tmp_path / "many"), "training.batch_size": 4 // (processes // 4)}
+        api.train(overrides=many | {"training.batch_size": 4}, callbacks=[StopAt(3)])
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "cache"))
+        layout = {"parallel.tp": 2, "parallel.pp": 2}
+        ranks = launch_procs(train_and_return_shards, processes, many | layout, timeout=240)
+        log = (tmp_path / "many/logs/rank-0.log").read_text()
+        assert "singular vectors of 14 linears: 14 computed" in log
+        assert losses_of(tmp_path / "many") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+        assert api.export(tmp_path / "many", tmp_path / "model")["verified"]
+        base, exported = (full_unfused_parameters(load_model(folder, CPU)) for folder in (base_run, tmp_path / "model"))
+        held = assemble(shard for shards in ranks for shard in shards)
+        trained = sum(tensor.numel() for name, tensor in held.items() if name.endswith("osft_Z"))
+        assert f"OSFT of 0.25 of the ranks of 14 linears {trained / 1e6:.2f}M" in log
+        for name, weight in base.items():
+            linear = name.removesuffix(".weight")
+            expected = held.get(name)
+            if expected is None:
+                z, p = (held.pop(f"{linear}.adapters.osft.osft_{kind}").double() for kind in "ZP")
+                expected = merge(weight.double(), z, p, weight.shape[0] < weight.shape[1]).float()
+            assert torch.equal(exported[name], expected), name
+        assert held.keys() <= base.keys()
 
     def test_the_fallback_in_one_and_two_processes(self, settings: Settings, tmp_path: Path) -> None:
         folder = make_fallback(tmp_path / "neox")
@@ -440,21 +583,35 @@ class TestRuns:
         for key in ("model.depth", "model.width", "model.heads"):
             del values[key]
         api.train(overrides=values)
-        one, two = values["output_dir"], str(tmp_path / "two")
-        launch_procs(train_on_rank, 2, values | {"output_dir": two, "training.batch_size": 2}, timeout=120)
-        assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
-        results = [api.export(run, tmp_path / f"model-{number}") for number, run in enumerate((one, two))]
+        runs = [values["output_dir"], str(tmp_path / "shards"), str(tmp_path / "replicas")]
+        layouts = [{"output_dir": runs[1]}, {"output_dir": runs[2], "parallel.dp_replicate": 2}]
+        two = [values | {"training.batch_size": 2} | layout for layout in layouts]
+        launch_procs(train_on_rank, 2, *two, timeout=120)
+        results = [api.export(run, tmp_path / f"model-{number}") for number, run in enumerate(runs)]
         assert all(result["verified"] for result in results)
-        weights = [load_file(tmp_path / f"model-{number}/model.safetensors") for number in (0, 1)]
+        weights = [load_file(tmp_path / f"model-{number}/model.safetensors") for number in range(3)]
         base = load_file(folder / "model.safetensors")
+        for run in runs[1:]:
+            assert losses_of(run) == pytest.approx(losses_of(runs[0]), rel=1e-5)
         for name, weight in base.items():
-            torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=2e-5)
+            for other in weights[1:]:
+                torch.testing.assert_close(weights[0][name], other[name], rtol=0, atol=2e-5)
             k = frozen_rank(weight.shape, 0.25) if weight.dim() == 2 else 0
             if ".layers." in name and k:
                 u = torch.linalg.svd(weight.double()).U[:, :k]
                 change = (weights[0][name] - weight).double()
                 assert change.norm() > 0
                 assert (u.t() @ change).norm() <= 1e-4 * change.norm(), name
+
+    def test_a_change_of_frozen_directions_ends_the_run(self, osft_settings: Settings) -> None:
+        class ChangeFrozen(Callback):
+            def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+                assert run.runner.projection is not None
+                for parameter, basis, _ in run.runner.projection.bases:
+                    parameter.data += 1e-2 * parameter.norm() * basis[:, :1]
+
+        with pytest.raises(NumericalError, match=r"step 2: osft_error is .*: frozen directions have changed"):
+            api.train(overrides=osft_settings(), callbacks=[ChangeFrozen()])
 
     def test_one_trains_everything(self, osft_settings: Settings) -> None:
         values = osft_settings(optim__weight_decay=0.1)
@@ -508,7 +665,104 @@ class TestRuns:
         assert api.export(checkpoint, tmp_path / "model")["verified"]
 
 
+def fallback_settings(settings: Settings, folder: Path, **changes: Any) -> dict[str, Any]:
+    values = settings(**({"tuning__method": "osft", "model__path": str(folder)} | changes))
+    for key in ("model.depth", "model.width", "model.heads"):
+        del values[key]
+    return values
+
+
+class TestFallback:
+    @pytest.mark.parametrize(
+        "changes",
+        [{"tuning__osft_train_rest": True}, {"tuning__method": "lora", "tuning__modules_to_save": ["embed_in"]}],
+        ids=["osft", "lora"],
+    )
+    def test_training_starts_with_the_values_of_the_files(
+        self, changes: dict[str, Any], settings: Settings, tmp_path: Path
+    ) -> None:
+        """Not with those rounded to the dtype that is computed in."""
+        folder = make_fallback(tmp_path / "neox")
+        changes = changes | {"training__precision": "bf16", "training__max_steps": 1, "optim__learning_rate": 0.0}
+        api.train(overrides=fallback_settings(settings, folder, **changes))
+        api.export(tmp_path / "run", tmp_path / "model", merge=changes.get("tuning__method") == "lora")
+        before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "model"))
+        assert not [name for name, weight in before.items() if not torch.equal(weight, after[name])]
+
+    def test_files_without_the_prefix_of_the_model(self, settings: Settings, tmp_path: Path) -> None:
+        folder = make_fallback(tmp_path / "bloom", "bloom", n_layer=2, n_head=4)
+        weights = load_file(folder / "model.safetensors")
+        short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+        assert short.keys() != weights.keys()
+        save_file(short, folder / "model.safetensors", {"format": "pt"})
+        values = fallback_settings(settings, folder, data__packing=False, training__max_steps=2)
+        api.train(overrides=values)
+        assert api.export(values["output_dir"], tmp_path / "model")["verified"]
+        after = load_file(tmp_path / "model/model.safetensors")
+        changed = [name for name, weight in weights.items() if not torch.equal(weight, after[name])]
+        assert changed == [name for name in weights if ".h." in name and weights[name].dim() == 2]
+
+    def test_linears_that_are_computed_otherwise_are_refused(self, settings: Settings, tmp_path: Path) -> None:
+        folder = make_fallback(tmp_path / "falcon", "falcon", num_hidden_layers=2, num_attention_heads=4)
+        with pytest.raises(UsageError, match=r"OSFT cannot tune transformer.*: FalconLinear has a forward pass of its"):
+            api.train(overrides=fallback_settings(settings, folder, data__packing=False))
+
+
+class TestBaseModels:
+    @pytest.mark.parametrize("method", ["osft", "lora"])
+    def test_a_run_resumes_on_the_checkpoint_that_it_began_with(
+        self, method: str, osft_settings: Settings, settings: Settings, tmp_path: Path
+    ) -> None:
+        """Its base run has a newer one by then."""
+        base = settings(output_dir=str(tmp_path / "base"), training__max_steps=1)
+        api.train(overrides=base)
+        values = osft_settings(tuning__method=method, tuning__osft_train_rest=False)
+        values["model.path"] = base["output_dir"]
+        api.train(overrides=values, callbacks=[StopAt(3)])
+        api.train(overrides=base | {"training.max_steps": 2})
+        assert api.train(overrides=values).step == 6
+
+    @pytest.mark.parametrize("method", ["osft", "lora"])
+    def test_a_base_that_has_moved_is_named(
+        self, method: str, osft_settings: Settings, base_run: Path, tmp_path: Path, torchstone: Command
+    ) -> None:
+        shutil.copytree(base_run, tmp_path / "base", ignore=shutil.ignore_patterns("manifest.json"))
+        values = osft_settings(tuning__method=method, tuning__osft_train_rest=False, training__max_steps=2)
+        api.train(overrides=values | {"model.path": str(tmp_path / "base")})
+        (tmp_path / "base").rename(tmp_path / "moved")
+        source, target = values["output_dir"], tmp_path / "model"
+        with pytest.raises(UsageError, match=r"which does not exist\n.*torchstone export .* NEW --base FOLDER"):
+            api.export(source, target)
+        merge = ["--merge"] if method == "lora" else []
+        code, text, error = torchstone("export", source, target, "--base", tmp_path / "moved", "--json", *merge)
+        assert code == 0, error
+        assert json.loads(text)["verified"]
+        with pytest.raises(CheckpointError, match="was trained on other weights"):
+            api.export(source, tmp_path / "other", base=target)
+        with pytest.raises(UsageError, match="has a whole model, which needs no --base"):
+            api.export(target, tmp_path / "other", base=target)
+        if method == "lora":
+            api.export(source, tmp_path / "adapter", base=tmp_path / "moved")
+            config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+            assert config["base_model_name_or_path"] == str(tmp_path / "moved")
+
+    def test_an_adapter_of_a_checkpoint_is_refused(self, osft_settings: Settings, tmp_path: Path) -> None:
+        """No command could open it."""
+        checkpoint = api.train(overrides=osft_settings(training__max_steps=1)).checkpoint
+        values = osft_settings(tuning__method="lora", tuning__osft_train_rest=False) | {"model.path": str(checkpoint)}
+        with pytest.raises(UsageError, match=r"is a checkpoint of OSFT, and an adapter needs .*\n.*torchstone export"):
+            api.train(overrides=values | {"output_dir": str(tmp_path / "lora")})
+
+
 class TestSingularVectors:
+    def test_a_cache_that_cannot_be_written_is_named(
+        self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "file"))
+        with pytest.raises(UsageError, match=r"singular vectors cannot be written to .*\n  set TORCHSTONE_CACHE"):
+            api.train(overrides=osft_settings())
+
     def test_a_second_run_reads_them(
         self, osft_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -520,7 +774,15 @@ class TestSingularVectors:
             return (tmp_path / name / "logs/rank-0.log").read_text()
 
         assert "singular vectors of 14 linears: 14 computed" in train("first")
-        assert "singular vectors of 14 linears: all from the cache" in train("second")
+        (used,) = (tmp_path / "cache/osft").iterdir()
+        unused, recent = (used.parent / name for name in ("unused", "recent"))
+        for folder, days in ((used, 40), (unused, 40), (recent, 20)):
+            folder.mkdir(exist_ok=True)
+            os.utime(folder, (0, time.time() - days * 86400))
+        log = train("second")
+        assert "singular vectors of 14 linears: all from the cache" in log
+        assert f"removed {unused}: no run has used these singular vectors for 30 days" in log
+        assert {*used.parent.iterdir()} == {used, recent}
         assert losses_of(tmp_path / "first") == losses_of(tmp_path / "second")
         damaged, foreign, *_ = sorted((tmp_path / "cache/osft").glob("*/*.safetensors"))
         damaged.write_bytes(damaged.read_bytes()[:100])

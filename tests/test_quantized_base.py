@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +21,20 @@ from exact_runs import StopAt, assert_same_run
 from layouts import CPU
 from sides import MAX_NORM, WEIGHT_DECAY
 from test_lora import LoraSide, assert_close, logits_of, open_peft_adapter
+from test_start import make_sparse_llama
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import load_model, read_base_model_info
+from torchstone.checkpoint.tensor_files import read_shapes
+from torchstone.config.load import load_config
+from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import UsageError
 from torchstone.models.model import Model
 from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
+from torchstone.training import checks
 from torchstone.tuning.plan import LoraPlan
-from torchstone.tuning.quantize import QuantizedLinear, dequantize, quantize
+from torchstone.tuning.quantize import QuantizedLinear, dequantize, quantize, quantize_linears
 from tuned import make_fallback
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -88,6 +94,27 @@ def test_values_are_those_of_bitsandbytes(kind: Any, shape: tuple[int, int]) -> 
     ours = dequantize(kind, quantize(kind, weight), shape, torch.float32)
     torch.testing.assert_close(ours, dequantized(kind, weight), rtol=2e-3 if kind == "int8" else 0, atol=0)
     assert 0.001 < (ours - weight).norm() / weight.norm() < (0.15 if kind == "nf4" else 0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_is_added_before_rounding(kind: Any) -> None:
+    """As in the model that is not quantized; its gradient is the same, too."""
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 48, dtype=torch.bfloat16))
+    weight = torch.randn(48, 64, generator=generator).bfloat16()
+    quantize_linears(module, {"0"}, kind, torch.bfloat16)
+    (linear,) = module
+    assert isinstance(linear, QuantizedLinear)
+    linear.load(weight)
+    nn.init.normal_(linear.bias, generator=generator)
+    x, dy = (torch.randn(2, 5, size, generator=generator).bfloat16() for size in (64, 48))
+    bias = linear.bias.detach().requires_grad_()
+    expected = nn.functional.linear(x, linear.weight, bias)
+    output = module(x)
+    assert torch.equal(output, expected)
+    output.backward(dy)
+    expected.backward(dy)
+    assert torch.equal(linear.bias.grad, bias.grad)
 
 
 class TestAgainstPeft:
@@ -209,6 +236,33 @@ class TestRuns:
             api.train(overrides=new | {"tuning.quantize_base": "none"})
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
         api.train(overrides=new)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("nf4", 0.515869140625), ("int8", 1.0)])
+def test_the_memory_that_is_needed(
+    kind: str, size: float, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of the linears are neither in bf16 nor sharded, but split by a pipeline. Nothing is read."""
+    folder, layers, width = tmp_path / "large", 8, 4096
+    parameters = make_sparse_llama(folder, tokenizer, layers, width)
+    shapes = {name: math.prod(shape) for name, shape in read_shapes(folder / "model.safetensors").items()}
+    linears = sum(count for name, count in shapes.items() if "_proj" in name)
+    assert sum(shapes.values()) == parameters
+    values = {"model.path": str(folder), "data.path": "x", "output_dir": str(tmp_path / "run"), "system.device": "cpu"}
+    values |= {"tuning.method": "lora", "training.precision": "bf16"}
+
+    def text(world_size: int = 1, memory: int = 1, **changes: Any) -> str:
+        monkeypatch.setattr(checks, "process_memory", lambda: memory)
+        config = load_config(overrides=values | {"tuning.quantize_base": kind} | changes)
+        return api.describe_defaults(config, world_size)
+
+    rest, quantized = 2 * (parameters - linears), int(size * linears)
+    assert f"need at least {(rest + quantized) / 2**30:,.1f} GiB" in text()
+    assert f"need at least {(rest / 2 + quantized) / 2**30:,.1f} GiB" in text(2)
+    assert f"need at least {(rest + quantized) / 2 / 2**30:,.1f} GiB" in text(2, **{"parallel.pp": 2})
+    assert "need at least" not in text(memory=rest + quantized + 1)
+    unquantized = {"tuning.quantize_base": "none"}
+    assert "--tuning.quantize_base nf4" in text(memory=rest + quantized + 1, **unquantized)
 
 
 @pytest.mark.parametrize(

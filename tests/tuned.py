@@ -26,11 +26,15 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def make_fallback(folder: Path) -> Path:
+NEOX_SIZES = {
+    "max_position_embeddings": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64
+}  # fmt: skip
+
+
+def make_fallback(folder: Path, family: str = "gpt_neox", **sizes: int) -> Path:
     """A model that the native decoder does not know."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt_neox", vocab_size=448, max_position_embeddings=64, **sizes)
+    config = AutoConfig.for_model(family, vocab_size=448, hidden_size=32, **(sizes or NEOX_SIZES))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

@@ -103,6 +103,7 @@ from torchstone.training.setup import (
     check_state_memory,
     check_vocabulary,
     open_data,
+    quantized_parameter_count,
     select_device,
     smaller_state_hint,
     tokenizer_path,
@@ -234,6 +235,7 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
         if checkpoint is not None:
             _check_resumable(config, identity, checkpoint)
         execution, dtype = execution_options(config, ctx, device), COMPUTE_DTYPE[precision.value]
+        quantized = 0 if path is None else quantized_parameter_count(config, path, execution)
         if path is None:
             hf_config = build_sized_hf_config(config.model, vocab_size=8, context_length=8)
             choices = check_new_model(hf_config, device, dtype, execution)
@@ -252,7 +254,7 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
     texts = [f"{key} {choice}" for key, choice in choices.items() if choice.reason != AS_REQUESTED]
     try:
         if world_size is not None:
-            check_state_memory(config, parameters, device, ctx)
+            check_state_memory(config, parameters, device, ctx, quantized)
     except TorchstoneError as error:
         texts.append(f"this run would be refused: {_one_line(error)}")
     return f"auto on {device}: {'; '.join(texts) or 'nothing'}"
@@ -453,14 +455,17 @@ def export(
     trust_remote_code: bool = False,
     merge: bool = False,
     average_lora_a: bool = False,
+    base: str | Path | None = None,
 ) -> dict[str, Any]:
     """Writes a run, a checkpoint or a folder as a Hugging Face folder, verified by loading it in Transformers.
 
-    An adapter is written for PEFT, or with `merge` as a model.
+    An adapter is written for PEFT, or with `merge` as a model. `base`: where the model is, if it has moved since an
+    adapter, or a checkpoint of OSFT, was trained on it.
     """
     if dtype not in get_args(Dtype):
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(get_args(Dtype))}")
-    return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code, merge, average_lora_a)
+    base = None if base is None else os.fspath(base)
+    return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code, merge, average_lora_a, base)
 
 
 def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: bool = False) -> dict[str, Any]:

@@ -506,6 +506,7 @@ class Commands:
         verify: bool = True,
         merge: bool = False,
         average_lora_a: bool = False,
+        base: str | None = None,
         trust_remote_code: bool = False,
         as_json: JsonFlag = False,
     ) -> None:
@@ -518,12 +519,14 @@ class Commands:
             verify: Load the folder in Transformers and compare weights and logits.
             merge: Merge an adapter into its base model, and write the model.
             average_lora_a: For families that store q, k and v as one linear: write one A, the mean, which is not exact.
+            base: Where the model is now that LoRA or OSFT has tuned, if it has moved.
             trust_remote_code: Run code from the model's folder.
             as_json: Print the result as JSON.
         """
         from torchstone import api
 
-        _print_result(api.export(source, target, dtype, verify, trust_remote_code, merge, average_lora_a), as_json)
+        result = api.export(source, target, dtype, verify, trust_remote_code, merge, average_lora_a, base)
+        _print_result(result, as_json)
 
     def chat(
         self,

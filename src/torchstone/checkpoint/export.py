@@ -7,25 +7,29 @@ with the source, and the logits of a fixed text are compared with ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchstone import hub
 from torchstone.atomic import check_utf8, new_folder
+from torchstone.checkpoint.adapter_folder import CONFIG_FILE as ADAPTER_CONFIG
 from torchstone.checkpoint.adapter_folder import (
     WEIGHTS_FILE,
     is_adapter_folder,
     open_adapter,
     write_adapter,
 )
-from torchstone.checkpoint.load import base_folder, read_state, resolve_model_folder, tokenizer_files
-from torchstone.checkpoint.manifest import read_json
+from torchstone.checkpoint.load import base_folder, is_tuned_folder, read_state, resolve_model_folder, tokenizer_files
+from torchstone.checkpoint.manifest import MANIFEST, read_json, write_json
 from torchstone.checkpoint.model_folder import (
     BaseModelInfo,
     as_trained,
@@ -37,6 +41,7 @@ from torchstone.checkpoint.model_folder import (
     read_model_config,
     stored_implementation,
 )
+from torchstone.checkpoint.osft_folder import CONFIG_FILE as OSFT_CONFIG
 from torchstone.checkpoint.save import STATE_FILE, hf_state_dict, save_model, save_tokenizer, write_hf_config
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
 from torchstone.checkpoint.tensor_files import open_tensor_file
@@ -51,6 +56,8 @@ from torchstone.tuning.lora import AdapterTensors, MergedTensors
 from torchstone.tuning.osft import MergedOsft
 
 CPU = torch.device("cpu")
+# They name the model that was tuned.
+CONFIG_FILES = (ADAPTER_CONFIG, OSFT_CONFIG)
 # Relative to the largest logit, or to 1 if all are smaller.
 LOGITS_TOLERANCE = 1e-5
 NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
@@ -64,11 +71,18 @@ def export_model(
     trust_remote_code: bool = False,
     merge: bool = False,
     average_lora_a: bool = False,
+    base: str | None = None,
 ) -> dict[str, Any]:
     """Writes `source` (a run, a checkpoint or a folder) to `target`; returns what was written and measured.
 
-    An adapter is written as an adapter, for PEFT, or with `merge` as a model.
+    An adapter is written as an adapter, for PEFT, or with `merge` as a model. `base`: where the model is now that an
+    adapter, or a checkpoint of OSFT, was trained on.
     """
+    if base is not None:
+        folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
+        with _with_base(folder, base) as copy:
+            result = export_model(str(copy), target, dtype, verify, trust_remote_code, merge, average_lora_a)
+        return result | {"source": str(folder)}
     folder = resolve_model_folder(source, trust_remote_code=trust_remote_code)
     if merge and not is_adapter_folder(folder):
         raise UsageError(f"{folder} has no adapter to merge", "leave out --merge")
@@ -113,6 +127,26 @@ def export_model(
         "verified": verify,
         "max_logit_difference": difference,
     } | _merge_report(merge_errors)
+
+
+@contextmanager
+def _with_base(folder: Path, base: str) -> Iterator[Path]:
+    """A temporary folder with the files of `folder`, but with another name of the model that was tuned."""
+    if not is_tuned_folder(folder):
+        raise UsageError(f"{folder} has a whole model, which needs no --base", "leave it out")
+    name = base if hub.parse_model(base) is not None else str(resolve_model_folder(base).resolve())
+    with TemporaryDirectory() as temporary:
+        copy = Path(temporary) / folder.name
+        copy.mkdir()
+        for file in folder.iterdir():
+            if file.name in CONFIG_FILES:
+                changed: dict[str, str | None] = {"base_model_name_or_path": name}
+                # That of PEFT, of a name on the hub.
+                changed |= {"revision": None} if file.name == ADAPTER_CONFIG else {}
+                write_json(copy / file.name, read_json(file) | changed)
+            elif file.name != MANIFEST:
+                (copy / file.name).symlink_to(file.resolve())
+        yield copy
 
 
 def _merge_report(errors: dict[str, float]) -> dict[str, Any]:

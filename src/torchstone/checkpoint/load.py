@@ -112,22 +112,40 @@ def is_tuned_folder(folder: Path) -> bool:
     return is_adapter_folder(folder) or is_osft_folder(folder)
 
 
-def base_folder(folder: Path) -> Path:
-    """The folder of the model that was tuned; `folder` itself if it has a whole model."""
+def recorded_base(folder: Path) -> str | None:
+    """The name of the model that an adapter, or a checkpoint of OSFT, was trained on."""
     if is_osft_folder(folder):
-        return base_folder(resolve_model_folder(read_osft_config(folder).base_model_name_or_path))
+        return read_osft_config(folder).base_model_name_or_path
+    return base_name(read_adapter_config(folder))
+
+
+def tuned_model_folder(folder: Path) -> Path:
+    """The folder of that model."""
+    name = recorded_base(folder)
+    if not name:
+        raise UsageError(f"{folder / CONFIG_FILE}: base_model_name_or_path is not set", "name the model there")
+    if hub.parse_model(name) is None and not Path(name).expanduser().exists():
+        raise UsageError(
+            f"{folder} was trained on the model {name}, which does not exist",
+            f"if it has moved, say where it is: torchstone export {folder} NEW --base FOLDER",
+        )
+    return resolve_model_folder(name)
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the whole model that was tuned; `folder` itself if it has a whole model."""
+    if is_osft_folder(folder):
+        return base_folder(tuned_model_folder(folder))
     if not is_adapter_folder(folder):
         return folder
     if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
         raise UsageError(
             f"{folder} has a model and a PEFT adapter ({CONFIG_FILE})", "move one of them to another folder"
         )
-    name = base_name(read_adapter_config(folder))
-    if not name:
-        raise UsageError(f"{folder / CONFIG_FILE}: base_model_name_or_path is not set", "name the model there")
-    base = resolve_model_folder(name)
+    base = tuned_model_folder(folder)
     if is_tuned_folder(base):
-        raise UsageError(f"{folder / CONFIG_FILE}: the base model {name} is an adapter itself")
+        kind = "a checkpoint of OSFT" if is_osft_folder(base) else "an adapter itself"
+        raise UsageError(f"{folder / CONFIG_FILE}: the base model {base} is {kind}")
     return base
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchstone.checkpoint.adapter_folder import (
     is_adapter_folder,
     open_adapter,
 )
-from torchstone.checkpoint.load import base_folder, files_folder, resolve_model_folder
+from torchstone.checkpoint.load import base_folder, files_folder, tuned_model_folder
 from torchstone.checkpoint.osft_folder import is_osft_folder, open_osft, read_osft_config
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import read_shapes
@@ -122,7 +122,9 @@ def load_model(
         model: Model = _load_native(folder, device, dtype, execution, builder, tokenizer_size, tuning)
         model.apply_execution(execution)
         return model
-    base, load_dtype = base_folder(folder), builder.dtype if tuning is None else builder.compute_dtype
+    base = base_folder(folder)
+    # What is trained as a whole must start with the values of the files.
+    load_dtype = builder.dtype if tuning is None or tuning.trained_parameters else builder.compute_dtype
     module = load_fallback(base, execution.attention, device, load_dtype, execution.trust_remote_code)
     notes = [f"runs in the Transformers fallback ({reason})"]
     if module.packing_method is not None:
@@ -130,7 +132,7 @@ def load_model(
     hf_config, warnings, old_size = read_hf_config(base), module.warnings, module.vocab_size
     merge_errors = {} if base == folder else _merge_into_fallback(folder, base, module, execution)
     if tuning is not None:
-        _add_adapters(module, tuning, builder.dtype)
+        _add_adapters(module, tuning, builder.dtype, builder.compute_dtype)
     if tokenizer_size > old_size:
         _check_resizable(tokenizer_size, old_size, tuning)
         module.resize_embeddings(padded_vocab_size(tokenizer_size))
@@ -174,14 +176,20 @@ def _merge_into_fallback(
 
 
 @torch.no_grad()
-def _add_adapters(module: FallbackModule, tuning: TuningPlan, dtype: torch.dtype) -> None:
+def _add_adapters(module: FallbackModule, tuning: TuningPlan, dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
     """Adds the adapters of `tuning` to a loaded model. What is trained has `dtype`."""
+
+    def set_dtype(name: str, parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(dtype if tuning.is_saved(name) else frozen_dtype)
+
+    for name, parameter in module.named_parameters():
+        set_dtype(name, parameter)
     base = {name: parameter.detach() for name, parameter in module.named_parameters()}
     tuning.add_to(module)
     source = tuning.tensors(InMemoryTensors(base), {name: tuple(tensor.shape) for name, tensor in base.items()})
     for name, parameter in module.named_parameters():
-        if tuning.is_saved(name):
-            parameter.data = parameter.data.to(dtype)
+        if name not in base:
+            set_dtype(name, parameter)
         if tuning.is_saved(name) or name not in base:
             source.read_into(name, parameter.data, (0,) * parameter.dim())
     if isinstance(tuning, LoraPlan) and tuning.base_quantization is not None:
@@ -257,6 +265,8 @@ class BaseModelInfo:
     is_tied: bool
     fingerprint: str
     source: TensorSource
+    # Linears that OSFT cannot tune, and why.
+    not_for_osft: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> BaseModelInfo:
@@ -270,13 +280,24 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
         return BaseModelInfo(WEIGHT_NAMES[hf_config["model_type"]], shapes, linears, config.tied, values, source)
     hf = empty_fallback(folder, execution.trust_remote_code)
     head = hf.get_output_embeddings()
-    linears = [f"hf.{name}.weight" for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    modules = {f"hf.{name}": m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head}
     shapes = {f"hf.{name}": tuple(parameter.shape) for name, parameter in hf.named_parameters()}
     stored = {name: file.tensors[name] for name, file in open_tensors(folder).items()}
     values = fingerprint(InMemoryTensors(stored), {name: tuple(tensor.shape) for name, tensor in stored.items()})
     is_tied = head is not None and head.weight is hf.get_input_embeddings().weight
-    source = InMemoryTensors({f"hf.{name}": tensor for name, tensor in stored.items()})
-    return BaseModelInfo(FALLBACK_NAMES, shapes, linears, is_tied, values, source)
+    tensors = {f"hf.{name}": tensor for name, tensor in stored.items()}
+    # As in Transformers, the names in files may lack the prefix of the model without its head.
+    prefix = f"hf.{hf.base_model_prefix}."
+    tensors |= {name: tensors[short] for name in shapes if (short := name.replace(prefix, "hf.", 1)) in tensors}
+    not_for_osft = {
+        name: "no file has a tensor of its name"
+        if f"{name}.weight" not in tensors
+        else f"{type(module).__name__} has a forward pass of its own"
+        for name, module in modules.items()
+        if type(module) is not nn.Linear or f"{name}.weight" not in tensors
+    }
+    linears = [f"{name}.weight" for name in modules]
+    return BaseModelInfo(FALLBACK_NAMES, shapes, linears, is_tied, values, InMemoryTensors(tensors), not_for_osft)
 
 
 def open_weights(
@@ -288,7 +309,7 @@ def open_weights(
     """
     if is_osft_folder(folder):
         osft, shapes = read_osft_config(folder), decoder_shapes(config)
-        base = resolve_model_folder(osft.base_model_name_or_path)
+        base = tuned_model_folder(folder)
         files = open_weights(base, model_type, config)
         check_base(osft.base_fingerprint, fingerprint(files, shapes), folder, base)
         return MergedOsft(files, open_osft(folder), osft.ranks, shapes)

@@ -309,8 +309,8 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TuningConfig:
     method: Literal["full", "lora", "osft"] = "full"
-    """What is trained: all parameters, low-rank adapters of frozen linears (LoRA), saved in PEFT's format, or what the
-    linears do least (OSFT)."""
+    """What is trained: all parameters; low-rank adapters of frozen linears (LoRA), saved in PEFT's format; or the
+    smallest singular directions of the linears (OSFT)."""
 
     lora_rank: Size = 16
     """Rank of the adapters (PEFT's r)."""
@@ -347,14 +347,14 @@ class TuningConfig:
     """LoRA: keep the frozen linears of the blocks in 8 or 4 bits, by bitsandbytes (QLoRA)."""
 
     unfreeze_rank_ratio: Fraction = 0.25
-    """OSFT: share of the singular directions of every target that is trained, from the smallest singular value up: 0
-    trains nothing of it, 1 all of it."""
+    """OSFT: share of the singular directions of every target that is trained, those of the smallest singular values: 0
+    trains nothing of the targets, 1 all of them."""
 
     osft_targets: tuple[str, ...] = ("all-linear",)
-    """OSFT: linears of which a part is frozen, named as in lora_targets."""
+    """OSFT: linears whose largest singular directions are frozen, named as in lora_targets."""
 
     osft_train_rest: bool = False
-    """OSFT: also train all of the parameters that are no targets: embeddings, norms, biases and head."""
+    """OSFT: also train all other parameters: embeddings, norms, biases and head."""
 
 
 @dataclass(frozen=True)

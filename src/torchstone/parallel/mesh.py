@@ -150,6 +150,12 @@ class ParallelContext:
             dist.all_gather_object(values, value)
         return values
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrites `tensor`, which is on the CPU, with that of the rank `source`."""
+        if self.mesh is not None:
+            with heartbeat.waiting_for_ranks():
+                dist.broadcast(tensor, source)
+
     def barrier(self) -> None:
         self.all_reduce_max(0)
 

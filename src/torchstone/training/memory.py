@@ -23,6 +23,8 @@ from torchstone.optim.clip import to_local
 from torchstone.optim.muon import Muon
 from torchstone.training.checks import SMALLER_PRECISION
 from torchstone.training.run import Run
+from torchstone.tuning.osft import SubspaceProjection
+from torchstone.tuning.quantize import QuantizedLinear
 
 # What the allocator cannot use, and CUDA's own memory.
 USABLE = 0.95
@@ -148,7 +150,7 @@ def describe_fit(run: Run) -> str:
     sizes = StepSizes(
         config=model.decoder_config,
         layers=sum(len(part.layers) for part in model.model_parts),
-        state_bytes=state_bytes(model, run.optimizer),
+        state_bytes=state_bytes(model, run.optimizer, run.runner.projection),
         accumulation_bytes=accumulation_bytes(model),
         accumulates=bool(accumulates),
         row_tokens=row_tokens,
@@ -193,8 +195,11 @@ def size_flags(batch: BatchSizes, training: TrainingConfig, context_length: int,
     return f"{size} --training.global_batch_size {batch.global_batch_size}{accumulation}"
 
 
-def state_bytes(model: Model, optimizer: AdamW | Muon) -> int:
-    """Of this rank's weights, gradients and moments in a step of one micro-batch, also if they do not exist yet."""
+def state_bytes(model: Model, optimizer: AdamW | Muon, projection: SubspaceProjection | None = None) -> int:
+    """Of this rank's weights, gradients and moments in a step of one micro-batch, also if they do not exist yet.
+
+    Also of quantized weights, and of the frozen directions of OSFT (`projection`).
+    """
     total, copies = 0, {} if model.master_weights is None else model.master_weights.copies
     for _, parameter in model.named_parameters():
         copy = copies.get(parameter)
@@ -205,7 +210,9 @@ def state_bytes(model: Model, optimizer: AdamW | Muon) -> int:
         total += to_local(parameter).nbytes * (1 + moments)
         # A gradient has the dtype that is computed in.
         total += to_local(parameter).nbytes if copy is None else 2 * copy.nbytes
-    return total
+    linears = [module for part in model.model_parts for module in part.modules() if isinstance(module, QuantizedLinear)]
+    total += sum(part.nbytes for linear in linears for part in linear.parts)
+    return total + (0 if projection is None else projection.nbytes)
 
 
 def accumulation_bytes(model: Model) -> int:

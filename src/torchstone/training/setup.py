@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from torchstone.checkpoint.export import source_dtype
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     find_resume_checkpoint,
+    is_tuned_folder,
     read_state,
+    recorded_base,
     resolve_model_folder,
     restore_optimizer,
     restore_rng_states,
@@ -23,9 +26,13 @@ from torchstone.checkpoint.load import (
 )
 from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.checkpoint.model_folder import (
+    block_linears,
     check_model_folder,
     check_new_model,
+    decoder_shapes,
+    fallback_reason,
     load_model,
+    read_model_config,
     stored_parameter_count,
 )
 from torchstone.config.schema import Config, SystemConfig
@@ -72,6 +79,7 @@ from torchstone.training.state import Progress
 from torchstone.training.tuning import build_projection, decompose, plan_tuning
 from torchstone.tuning.lora import LORA_B
 from torchstone.tuning.plan import OsftPlan, TuningPlan
+from torchstone.tuning.quantize import bytes_per_weight
 
 # With one of these a user sets up torch's allocator.
 ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
@@ -141,10 +149,15 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
 
 
 def _model_folder(config: Config, checkpoint: Path | None, ctx: ParallelContext, console: Console) -> Path | None:
-    """The folder with the weights, or None for a new model. The checkpoint of a LoRA run has adapters only."""
-    if config.model.path and (checkpoint is None or config.tuning.method != "full"):
-        return resolve_model_folder(config.model.path, ctx, console.warn)
-    return checkpoint
+    """The folder with the weights, or None for a new model. The checkpoint of LoRA or OSFT has what was trained."""
+    path = config.model.path
+    if not path or (checkpoint is not None and config.tuning.method == "full"):
+        return checkpoint
+    if checkpoint is not None and is_tuned_folder(checkpoint):
+        # If model.path is a run, it may have a newer checkpoint by now.
+        recorded = recorded_base(checkpoint)
+        path = recorded if recorded and Path(recorded).is_dir() else path
+    return resolve_model_folder(path, ctx, console.warn)
 
 
 def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: Path | None) -> dict[str, Any]:
@@ -283,7 +296,7 @@ def _check_model(
     dtype = COMPUTE_DTYPE[config.training.precision]
     if model_folder is not None:
         parameters = stored_parameter_count(model_folder)
-        check_state_memory(config, parameters, device, ctx)
+        check_state_memory(config, parameters, device, ctx, quantized_parameter_count(config, model_folder, execution))
         check_model_folder(model_folder, device, dtype, execution)
     folder = checkpoint or tokenizer_path(config, model_folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template, config.model.trust_remote_code, console.warn)
@@ -295,14 +308,30 @@ def _check_model(
     return tokenizer, parameters
 
 
-def check_state_memory(config: Config, parameters: int, device: torch.device, ctx: ParallelContext) -> None:
-    """Raises if weights, gradients and the moments (two of AdamW, one of Muon) do not fit in this rank's memory."""
+def quantized_parameter_count(config: Config, folder: Path, execution: ExecutionOptions) -> int:
+    """How many of the parameters are quantized. The fallback is loaded before its linears are."""
+    if config.tuning.quantize_base == "none" or fallback_reason(folder, execution) is not None:
+        return 0
+    shapes = decoder_shapes(read_model_config(folder)[2])
+    return sum(math.prod(shapes[name]) for name in block_linears(shapes))
+
+
+def check_state_memory(
+    config: Config, parameters: int, device: torch.device, ctx: ParallelContext, quantized: int = 0
+) -> None:
+    """Raises if weights, gradients and the moments (two of AdamW, one of Muon) do not fit in this rank's memory.
+
+    `quantized`: how many of the parameters are.
+    """
     shards = ctx.dims.dp_shard * ctx.dims.tp * ctx.dims.pp
     tensors = 4 if config.optim.name == "adamw" else 3
     needed = tensors * PARAM_DTYPE[config.training.precision].itemsize * parameters // shards
     if config.tuning.method != "full":
         # At least: of LoRA, the adapters are small.
-        needed = COMPUTE_DTYPE[config.training.precision].itemsize * parameters // shards
+        needed = COMPUTE_DTYPE[config.training.precision].itemsize * (parameters - quantized) // shards
+        if quantized:
+            # Each rank keeps those of all its layers.
+            needed += int(bytes_per_weight(config.tuning.quantize_base) * quantized) // ctx.dims.pp
     check_memory(needed, parameters, device, smaller_state_hint(config))
 
 
@@ -310,6 +339,8 @@ def smaller_state_hint(config: Config) -> str:
     """What makes weights, gradients and moments smaller."""
     smaller = SMALLER_PRECISION.get(config.training.precision)
     precision = "" if smaller is None else f"--training.precision {smaller} (half of that), "
+    if config.tuning.method == "lora" and config.tuning.quantize_base == "none":
+        precision += "--tuning.quantize_base nf4 (about a quarter of bf16), "
     return f"use a smaller model, {precision}or more GPUs (--parallel.dp_shard shards the model)"
 
 

@@ -29,6 +29,8 @@ from torchstone.parallel.runner import Runner
 from torchstone.training.checks import WHAT_TO_TRY, merge_names, non_finite_names
 
 ALL_FINITE = "all gradients are finite"
+# A right run has an osft_error of 1e-7 to 1e-5.
+OSFT_ERROR_LIMIT = 1e-3
 
 
 class StepResult:
@@ -149,6 +151,16 @@ def measure_osft(runner: Runner, step: int) -> Tensor | None:
     if runner.ctx.mesh is not None:
         dist.all_reduce(error, dist.ReduceOp.MAX)
     return _copy_to_host(error)
+
+
+def check_osft_error(step: int, error: float) -> None:
+    """Raises if what OSFT trains is not orthogonal to the frozen directions. The same on all ranks."""
+    if not error <= OSFT_ERROR_LIMIT:
+        raise NumericalError(
+            f"step {step}: osft_error is {error:.1e}, more than {OSFT_ERROR_LIMIT:g}: frozen directions have changed",
+            "resume from an earlier checkpoint; if that fails too, start again with an empty $TORCHSTONE_CACHE/osft on "
+            "every machine, and please report it",
+        )
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

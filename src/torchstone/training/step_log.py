@@ -18,7 +18,7 @@ from torchstone.data.loader import StepBatch
 from torchstone.observe.metrics import MetricsFile
 from torchstone.observe.mfu import flops_per_token
 from torchstone.training.run import Callback, Run
-from torchstone.training.step import StepResult, check_finite, record_event
+from torchstone.training.step import StepResult, check_finite, check_osft_error, record_event
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class StepLog:
         check_finite(started.step, started.result, self.run.runner)
         if started.end is not None:
             started.end.synchronize()
+        if started.osft_error is not None:
+            check_osft_error(started.step, started.osft_error.item())
         now = time.perf_counter()
         seconds = now - self._clock
         if self.is_delayed and self._event is not None and started.end is not None:

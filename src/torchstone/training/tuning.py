@@ -13,7 +13,7 @@ from torchstone import hub
 from torchstone.checkpoint.adapter_folder import check_base, is_adapter_folder, open_adapter
 from torchstone.checkpoint.load import is_tuned_folder, resolve_model_folder
 from torchstone.checkpoint.model_folder import BaseModelInfo, fallback_reason, read_base_model_info
-from torchstone.checkpoint.osft_folder import SingularVectors, open_osft, read_osft_config
+from torchstone.checkpoint.osft_folder import UNUSED_DAYS, SingularVectors, open_osft, read_osft_config
 from torchstone.config.schema import Config, TuningConfig
 from torchstone.errors import UsageError
 from torchstone.models.decoder import EMBEDDING, HEAD
@@ -22,9 +22,19 @@ from torchstone.models.model import Model
 from torchstone.observe.console import Console, count_text
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.local_shards import local_shards
-from torchstone.parallel.mesh import ParallelContext
-from torchstone.tuning.lora import AdapterTensors, LoraAdapter, LoraSpec, split_parameter_name
-from torchstone.tuning.osft import OSFT_Z, FrozenBasis, SubspaceProjection, frozen_basis, frozen_rank, split_bf16
+from torchstone.parallel.mesh import ParallelContext, local_rank
+from torchstone.tuning.lora import AdapterTensors, LoraAdapter, LoraSpec, parameter_name, split_parameter_name
+from torchstone.tuning.osft import (
+    OSFT_ADAPTER,
+    OSFT_P,
+    OSFT_Z,
+    FrozenBasis,
+    SubspaceProjection,
+    frozen_basis,
+    frozen_rank,
+    split_bf16,
+    with_low_vectors,
+)
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.quantize import check_quantization, format_quantization
 from torchstone.tuning.targets import match_modules
@@ -47,6 +57,11 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
             f"model.path {base} is an adapter itself",
             f"to train it further: --tuning.adapter {base} and the model that it adapts as --model.path; or merge it "
             "first with torchstone export",
+        )
+    if is_tuned_folder(base):
+        raise UsageError(
+            f"model.path {base} is a checkpoint of OSFT, and an adapter needs a whole model",
+            f"write one first: torchstone export {base} FOLDER, then --model.path FOLDER",
         )
     model, tensors = read_base_model_info(base, execution), None
     continued = checkpoint
@@ -117,6 +132,12 @@ def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: E
         )
     model = read_base_model_info(base, execution)
     targets = tuned_linears("tuning.osft_targets", tuning.osft_targets, model)
+    for name in targets:
+        if name in model.not_for_osft:
+            raise UsageError(
+                f"OSFT cannot tune {name.removeprefix('hf.')}: {model.not_for_osft[name]}",
+                "leave it out of --tuning.osft_targets, or use --tuning.method lora",
+            )
     ranks = {name: min(shape) - frozen_rank(shape, ratio) for name, shape in _weight_shapes(targets, model).items()}
     whole = {f"{name}.weight" for name, rank in ranks.items() if rank == min(model.shapes[f"{name}.weight"])}
     rest = set(model.shapes) - {f"{name}.weight" for name in targets} if tuning.osft_train_rest else set()
@@ -139,9 +160,13 @@ def decompose(plan: OsftPlan, device: torch.device, ctx: ParallelContext, consol
     assert isinstance(plan.vectors, SingularVectors)
     linears = list(plan.ranks)
     with console.progress("singular vectors", len(linears), count_text) as update:
-        computed = plan.vectors.compute(linears, device, ctx, update)
+        computed, replaced = plan.vectors.compute(linears, device, ctx, update)
     source = f"{computed} computed" if computed else "all from the cache"
+    source += f", {replaced} replaced by those of the first machine" if replaced else ""
     console.info(f"singular vectors of {len(plan.ranks)} linears: {source}, in {plan.vectors.folder}")
+    if local_rank() == 0:
+        for folder in plan.vectors.remove_unused():
+            console.info(f"removed {folder}: no run has used these singular vectors for {UNUSED_DAYS} days")
 
 
 @torch.no_grad()
@@ -164,7 +189,11 @@ def build_projection(
         if shards:
             (shard,) = shards
             rows = slice(shard.offset[0], shard.offset[0] + len(shard.tensor))
-        rank = plan.ranks[linear]
+        rank, p_name = plan.ranks[linear], parameter_name(linear, OSFT_ADAPTER, OSFT_P)
+        if plan.values is not None and plan.has_value(p_name):
+            p = torch.empty(rank, len(vectors))
+            plan.values.read_into(p_name, p, (0, 0))
+            vectors = with_low_vectors(vectors, p.to(device))
         basis, initial = frozen_basis(weight, vectors, len(vectors) - rank)[rows].clone(), None
         if has_decay:
             tall = weight if weight.shape[0] >= weight.shape[1] else weight.t()

@@ -1,18 +1,18 @@
-"""OSFT, orthogonal-subspace fine-tuning: what a matrix does most stays as it is, and the rest of it is trained.
+"""OSFT, orthogonal-subspace fine-tuning: the largest singular directions of a matrix are frozen, the rest is trained.
 
     W = U S V^T         the k largest singular values belong to U_high and V_high, the other r to U_low and V_low
     W = W0 + Z P        if W is tall (out >= in):  P = V_low^T [r, in],  Z [out, r],  U_high^T Z = 0
     W = W0 + (Z P)^T    if W is wide (out < in):   P = U_low^T [r, out], Z [in, r],   V_high^T Z = 0
 
-W0 and P are frozen. Z is trained and starts at zero, so that training starts from the model as it is, to the last bit.
-U_high^T W V_high never changes, and neither do U_high^T W and W V_high: in these directions the model computes what it
-did. Training U_low, S_low and V_low, projected off U_high and V_high, reaches the same matrices and no others: P spans
+W0 and P are frozen. Z is trained and starts at zero, so training starts from the model as it is, to the last bit.
+U_high^T W V_high, U_high^T W and W V_high never change: in these directions the model computes what it computed before.
+Training U_low, S_low and V_low, projected off U_high and V_high, reaches the same matrices and no others: P spans
 all that is orthogonal to the frozen directions on the smaller side, so only the other side needs a projection.
 
 The forward pass multiplies by the dense W (`merge`), at the cost of full fine-tuning. The gradient of Z is dY^T
 (X P^T), which takes about r / m of the time of a full weight gradient. `SubspaceProjection` projects gradients before
 they are clipped, and then what the optimizer adds to Z: Adam divides every element by a scale of its own, which leaves
-the subspace. Weight decay decays W_low, which is W0_low + Z P, as in full fine-tuning, not Z alone.
+the subspace. Weight decay acts on W_low, which is W0_low + Z P, as in full fine-tuning, and not on Z alone.
 
 Below, n is the larger dimension of W, m the smaller one.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,16 +35,18 @@ from torchstone.models.tensors import NamedTensors, TensorSource
 from torchstone.optim.adamw import AdamW
 from torchstone.tuning.lora import parameter_name, rounding_error, split_parameter_name, wider_dtype
 
-OSFT_Z, OSFT_P, ADAPTER_NAME = "osft_Z", "osft_P", "osft"
-# Of a cached decomposition: how far it may be from one of the weight.
+# The names of the factors, and of the adapter that they belong to.
+OSFT_Z, OSFT_P, OSFT_ADAPTER = "osft_Z", "osft_P", "osft"
+# The largest error of a cached decomposition, relative to the weight.
 DECOMPOSITION_ERROR = 1e-5
-# Products of unit vectors that are smaller than this.
-ORTHOGONAL = 1e-2
+# Unit vectors are nearly orthogonal if their product is smaller than this.
+NEARLY_ORTHOGONAL = 1e-2
 
 
 def frozen_rank(shape: Sequence[int], unfreeze_rank_ratio: float) -> int:
     """k, the number of frozen directions of a matrix."""
-    return math.floor(min(shape) * (1 - unfreeze_rank_ratio))
+    # In decimal numbers: in floating point, 1 - 0.9 is less than 0.1.
+    return math.floor(min(shape) * (1 - Fraction(str(unfreeze_rank_ratio))))
 
 
 class OsftFactors(nn.Module):
@@ -58,22 +61,21 @@ class OsftFactors(nn.Module):
 
     @property
     def sharded_dims(self) -> dict[str, tuple[int, int]]:
-        """Of each factor, the dimension that it shares with the weight, and the dimension of the weight."""
+        """The dimension in which a factor is sharded like the weight: that of the factor, and that of the weight."""
         return {OSFT_Z: (0, int(self.is_wide)), OSFT_P: (1, int(not self.is_wide))}
 
 
 class OsftLinear(nn.Linear):
-    """What `add_osft` makes of a linear, which keeps its parameters and names."""
+    """A linear after `add_osft`. Its own parameters keep their names."""
 
     adapters: nn.ModuleDict
 
     def forward(self, x: Tensor) -> Tensor:
-        factors = self.adapters[ADAPTER_NAME]
+        factors = self.adapters[OSFT_ADAPTER]
         z, p, is_wide = factors.osft_Z, factors.osft_P, factors.is_wide
         if isinstance(self.weight, DTensor):
             return F.linear(x, merge(self.weight, z, p, is_wide), self.bias)
-        output = osft_linear(x, self.weight, z, p, is_wide)
-        return output if self.bias is None else output + self.bias
+        return osft_linear(x, self.weight, self.bias, z, p, is_wide)
 
 
 def merge(weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
@@ -84,29 +86,31 @@ def merge(weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
 # An operator, so that activation checkpointing sees one operation whose input is all that it needs. A compiled
 # autograd.Function keeps its output.
 @torch.library.custom_op("torchstone::osft_linear", mutates_args=())
-def osft_linear(x: Tensor, weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
-    """x @ merge(weight, z, p).T. The reference is autograd through that, which computes the full weight gradient."""
-    return F.linear(x, merge(weight, z, p, is_wide))
+def osft_linear(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
+    """x @ merge(weight, z, p).T + bias. The reference is autograd through that, which computes the full weight
+    gradient. The bias is added before the output is rounded, as in the model."""
+    return F.linear(x, merge(weight, z, p, is_wide), bias)
 
 
 @osft_linear.register_fake
-def _(x: Tensor, weight: Tensor, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, p: Tensor, is_wide: bool) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.is_wide = inputs
-    ctx.save_for_backward(*tensors)
+    x, weight, _, z, p, ctx.is_wide = inputs
+    ctx.save_for_backward(x, weight, z, p)
 
 
 def _backward_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, z, p = ctx.saved_tensors
     dx = dy @ merge(weight, z, p, ctx.is_wide) if ctx.needs_input_grad[0] else None
+    d_bias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
     dz = None
-    if ctx.needs_input_grad[2]:
+    if ctx.needs_input_grad[3]:
         long, short = (x, dy) if ctx.is_wide else (dy, x)
         dz = long.flatten(0, -2).t() @ (short.flatten(0, -2) @ p.t())
-    return dx, None, dz, None, None
+    return dx, None, d_bias, dz, None, None
 
 
 osft_linear.register_autograd(_backward_linear, setup_context=_save_linear)
@@ -119,17 +123,19 @@ def add_osft(module: nn.Module, ranks: Mapping[str, int]) -> None:
             assert type(linear) is nn.Linear, name
             # A class, not a method of each instance: torch.compile reuses a graph for blocks of the same classes.
             linear.__class__ = OsftLinear
-            linear.adapters = nn.ModuleDict({ADAPTER_NAME: OsftFactors(linear, ranks[name])})
+            linear.adapters = nn.ModuleDict({OSFT_ADAPTER: OsftFactors(linear, ranks[name])})
 
 
 @torch.no_grad()
 def singular_vectors(weight: Tensor) -> Tensor:
-    """The singular vectors [m, m] of the smaller dimension, in fp32; those of the largest singular values first.
+    """The singular vectors [m, m] of the smaller dimension, in fp32, in descending order of their singular values.
 
-    They are the eigenvectors of the smaller Gram matrix, in fp64, which takes a fraction of the time of an SVD.
+    They are the eigenvectors of the smaller Gram matrix, in fp64, which takes a fraction of the time of an SVD. The
+    largest component of each is positive: a decomposition alone does not decide the signs.
     """
     tall = _tall(weight.double())
-    return torch.linalg.eigh(tall.t() @ tall).eigenvectors.flip(1).float()
+    vectors = torch.linalg.eigh(tall.t() @ tall).eigenvectors.flip(1)
+    return (vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()).float()
 
 
 @torch.no_grad()
@@ -149,14 +155,29 @@ def is_decomposition(weight: Tensor, vectors: Tensor) -> bool:
 
 
 @torch.no_grad()
+def with_low_vectors(vectors: Tensor, p: Tensor) -> Tensor:
+    """Singular vectors whose last ones are the rows of `p`, and whose first ones are orthogonal to these.
+
+    A run that resumes has the P of its checkpoint. Vectors that were computed again may have other signs. Among equal
+    singular values they may be any basis; if such values are on both sides of k, the first vectors are not orthogonal
+    to P.
+    """
+    p = p.double()
+    high = vectors[:, : vectors.shape[1] - len(p)].double()
+    if high.shape[1] and (p @ high).abs().max() > DECOMPOSITION_ERROR:
+        high = torch.linalg.qr(p.t(), mode="complete").Q[:, len(p) :]
+    return torch.cat([high, p.t()], dim=1)
+
+
+@torch.no_grad()
 def frozen_basis(weight: Tensor, vectors: Tensor, frozen: int) -> Tensor:
     """An orthonormal basis [n, k] of the frozen directions of the larger dimension, in fp32."""
     left = _tall(weight.double()) @ vectors[:, :frozen].double()
     unit = left / torch.linalg.vector_norm(left, dim=0)
     gram = unit.t() @ unit
-    # They are orthogonal up to the rounding of `vectors`, so that a Cholesky decomposition does, in a fifth of the time
-    # of a QR decomposition. Where singular values are zero, there may be NaN.
-    if frozen and (gram - torch.eye(frozen, dtype=gram.dtype, device=gram.device)).abs().max() < ORTHOGONAL:
+    # Rounding of `vectors` makes them only nearly orthogonal. A Cholesky decomposition corrects that in a fifth of the
+    # time of a QR decomposition, but singular values of zero make them NaN.
+    if frozen and (gram - torch.eye(frozen, dtype=gram.dtype, device=gram.device)).abs().max() < NEARLY_ORTHOGONAL:
         upper = torch.linalg.cholesky(gram, upper=True)
         return torch.linalg.solve_triangular(upper, unit, upper=True, left=False).float()
     return torch.linalg.qr(left).Q.float()
@@ -188,7 +209,7 @@ class InitialOsft:
 
 
 def split_bf16(x: Tensor) -> Tensor:
-    """[2, ...]: two bf16 tensors, whose sum is x to 16 bits."""
+    """Two bf16 tensors, stacked [2, ...], whose sum has the first 16 bits of x."""
     parts = x.new_empty(2, *x.shape, dtype=torch.bfloat16)
     parts[0] = x
     torch.sub(x, parts[0], out=parts[1])
@@ -196,7 +217,7 @@ def split_bf16(x: Tensor) -> Tensor:
 
 
 def add_split_product(tensor: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """tensor += alpha * a @ b in fp32, of two results of `split_bf16`.
+    """tensor += alpha * a @ b in fp32. `a` and `b` are results of `split_bf16`.
 
     On a GPU, which has tensor cores for bf16 but not for fp32, this takes a quarter of the time of fp32.
     """
@@ -208,9 +229,10 @@ def add_split_product(tensor: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) 
 
 
 class FrozenBasis(NamedTuple):
-    """Of one Z: the frozen directions [n, k] that it must be orthogonal to, and W0_low P^T [n, r] if weights decay.
+    """A Z, the frozen directions [n, k] that it must be orthogonal to, and, if weights decay, W0_low P^T [n, r].
 
-    Both in fp32, or the directions as `split_bf16` has them and the rest in bf16. Of each, the rows that this rank has.
+    Both tensors have the rows that this rank holds of Z. They are in fp32; or the directions are a result of
+    `split_bf16`, and the other one is in bf16.
     """
 
     parameter: nn.Parameter
@@ -227,6 +249,11 @@ class SubspaceProjection:
     def __init__(self, bases: Sequence[FrozenBasis]) -> None:
         self.bases = list(bases)
 
+    @property
+    def nbytes(self) -> int:
+        tensors = [tensor for each in self.bases for tensor in (each.basis, each.initial) if tensor is not None]
+        return sum(tensor.nbytes for tensor in tensors)
+
     @torch.no_grad()
     def project_gradients(self) -> None:
         """In fp32, also if the gradients are in bf16."""
@@ -240,9 +267,9 @@ class SubspaceProjection:
 
     @contextmanager
     def projected_update(self, optimizer: AdamW, coefficient: Tensor) -> Iterator[None]:
-        """What the optimizer does to each Z inside of the context is projected, and W0_low decays like Z.
+        """Projects the change that the optimizer makes to each Z within the context. W0_low decays like Z.
 
-        `coefficient`: the clipping coefficient; if it is NaN, the optimizer changes nothing, and nothing changes.
+        `coefficient`: the clipping coefficient. If it is NaN, the optimizer changes nothing, and W0_low does not decay.
         """
         before = [_local(parameter).detach().clone() for parameter, _, _ in self.bases]
         yield
@@ -272,7 +299,7 @@ class SubspaceProjection:
         return (inside / total.clamp(min=1e-300)).sqrt()
 
     def _project(self, parameter: nn.Parameter, tensor: Tensor, basis: Tensor) -> None:
-        """Subtracts from `tensor`, which is sharded as the parameter is, what lies in the frozen directions."""
+        """Subtracts the part of `tensor` that lies in the frozen directions. It is sharded like the parameter."""
         if basis.dtype == torch.float32:
             tensor.addmm_(basis, self._sum_shards(parameter, basis.t() @ tensor), alpha=-1)
             return
@@ -296,8 +323,8 @@ def _local(tensor: Tensor) -> Tensor:
 class MergedOsft:
     """A `TensorSource` of dense weights: those of `base` with the updates Z P that `values` has.
 
-    A weight is merged in a wider dtype and rounded once. `errors` has what that lost, by name (`rounding_error`).
-    Other parameters that `values` has replace those of `base`.
+    A weight is merged in a wider dtype and rounded once. `errors` has what rounding lost, by name (`rounding_error`).
+    If `values` has another parameter, it replaces that of `base`.
     """
 
     def __init__(
@@ -325,12 +352,12 @@ class MergedOsft:
         self.base.read_into(name, base, offset)
         rows, columns = self.shapes[name]
         is_wide = rows < columns
-        # The dimension of the target that Z has, and the one that P has.
+        # The dimensions of the target that Z and P have.
         long, short = (1, 0) if is_wide else (0, 1)
         z = torch.empty(target.shape[long], self.ranks[linear], dtype=dtype)
         p = torch.empty(self.ranks[linear], target.shape[short], dtype=dtype)
-        self.values.read_into(parameter_name(linear, ADAPTER_NAME, OSFT_Z), z, (offset[long], 0))
-        self.values.read_into(parameter_name(linear, ADAPTER_NAME, OSFT_P), p, (0, offset[short]))
+        self.values.read_into(parameter_name(linear, OSFT_ADAPTER, OSFT_Z), z, (offset[long], 0))
+        self.values.read_into(parameter_name(linear, OSFT_ADAPTER, OSFT_P), p, (0, offset[short]))
         merged = merge(base, z, p, is_wide)
         target.copy_(merged)
         self.errors[name] = max(self.errors.get(name, 0.0), rounding_error(base, merged, target.cpu()))

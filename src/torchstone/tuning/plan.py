@@ -152,8 +152,8 @@ class LoraPlan(TuningPlan):
 
 @dataclass(frozen=True)
 class OsftPlan(TuningPlan):
-    """`ranks`: r of every linear of which a part is trained. Linears that are trained as a whole (a ratio of 1) are
-    among `trained_parameters`; of those that are frozen as a whole (a ratio of 0) nothing is known."""
+    """`ranks`: r of every linear that is partly trained. Linears that are trained as a whole (a ratio of 1) are among
+    `trained_parameters`; those that are frozen as a whole (a ratio of 0) are not recorded."""
 
     ranks: Mapping[str, int]
     unfreeze_rank_ratio: float

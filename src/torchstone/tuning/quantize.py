@@ -45,6 +45,11 @@ def parse_quantization(text: str) -> tuple[Quantization, torch.dtype]:
     return cast(Quantization, quantization), dtype
 
 
+def bytes_per_weight(quantization: str) -> float:
+    """Without the scales of int8, one for each row."""
+    return 1.0 if quantization == "int8" else 0.5 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
+
+
 class QuantizedLinear(nn.Linear):
     """What `quantize_linears` makes of a linear. It has no parameter `weight`; the attribute is dequantized."""
 
@@ -68,27 +73,33 @@ class QuantizedLinear(nn.Linear):
             buffer.copy_(value)
 
     def forward(self, x: Tensor) -> Tensor:
-        output = _QuantizedLinear.apply(x, self.quantization, self.shape, self.dtype, *self.parts)
-        return output if self.bias is None else output + self.bias
+        return _QuantizedLinear.apply(x, self.bias, self.quantization, self.shape, self.dtype, *self.parts)
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """x @ weight.T. Autograd would keep the dequantized weight for the backward pass."""
+    """x @ weight.T + bias. Autograd would keep the dequantized weight for the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, quantization: Quantization, shape: tuple[int, int], dtype: torch.dtype, *parts: Tensor
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        quantization: Quantization,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *parts: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*parts)
         ctx.settings = quantization, shape, dtype
-        return F.linear(x, dequantize(quantization, parts, shape, dtype))
+        return F.linear(x, dequantize(quantization, parts, shape, dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         quantization, shape, dtype = ctx.settings
         dx = dy @ dequantize(quantization, ctx.saved_tensors, shape, dtype)
-        return dx, *[None] * (3 + len(ctx.saved_tensors))
+        d_bias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return dx, d_bias, *[None] * (3 + len(ctx.saved_tensors))
 
 
 def check_quantization() -> None:
