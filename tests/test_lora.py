@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,7 +47,8 @@ from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training.run import Callback, Run
-from torchstone.tuning.lora import AdapterTensors, LoraLinear
+from torchstone.tuning.lora import AdapterTensors, LoraLinear, MergedTensors
+from torchstone.tuning.osft import MergedOsft
 from torchstone.tuning.plan import LoraPlan
 from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
 
@@ -76,7 +78,7 @@ def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
 
 def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
     model = read_base_model_info(folder)
-    return open_adapter(adapter, model.names, model.shapes)
+    return open_adapter(adapter, model.names, model.shapes, model.linears)
 
 
 def load_ours(folder: Path, adapter: Path, **options: Any) -> Model:
@@ -304,6 +306,34 @@ class TestRuns:
         in_bf16 = api.export(values["output_dir"], tmp_path / "bf16", dtype="bfloat16", merge=True)
         assert 1e-4 < in_bf16["merge_error"] < 1, "bf16 loses more than fp32, and says so"
 
+    @pytest.mark.parametrize(
+        ("target", "module"),
+        [
+            ("norm", "model.norm"),
+            (r".*layers\.1\.input_layernorm", "model.layers.1.input_layernorm"),
+            # Also one of the linears with adapters: as in PEFT, it is trained as it is.
+            (r".*layers\.0\.mlp\.down_proj", "model.layers.0.mlp.down_proj"),
+        ],
+    )
+    def test_modules_to_save_are_the_same_in_peft(
+        self, target: str, module: str, lora_settings: Settings, base_run: Path, tmp_path: Path
+    ) -> None:
+        values = lora_settings(tuning__modules_to_save=[target], tuning__lora_targets=["down_proj"])
+        api.train(overrides=values)
+        api.export(values["output_dir"], tmp_path / "adapter")
+        api.export(values["output_dir"], tmp_path / "model", merge=True)
+        tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+        assert f"base_model.model.{module}.lora_A.weight" not in tensors
+        base = AutoModelForCausalLM.from_pretrained(base_run, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        wrapped = [name for name, each in theirs.named_modules() if isinstance(each, ModulesToSaveWrapper)]
+        assert wrapped == [f"base_model.model.{module}"]
+        trained = load_file(tmp_path / "model/model.safetensors")[f"{module}.weight"]
+        assert torch.equal(trained, tensors[f"base_model.model.{module}.weight"])
+        assert not torch.equal(trained, load_file(base_run / "model.safetensors")[f"{module}.weight"])
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        assert_close(logits_of(merged), logits_of(theirs))
+
     def test_an_adapter_is_not_merged_into_other_weights(
         self, lora_settings: Settings, base_run: Path, tmp_path: Path
     ) -> None:
@@ -437,12 +467,35 @@ class TestRuns:
         assert rates[32, 4] == pytest.approx(8 * rates[4, 32])
 
 
+@pytest.mark.parametrize("method", ["lora", "osft"])
+@pytest.mark.parametrize("implementation", ["native", "fallback"])
+def test_a_wrong_merge_is_not_verified(
+    method: str, implementation: str, settings: Settings, base_run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What is written is compared with the model that was trained, not only with another merged one."""
+    folder = base_run if implementation == "native" else make_fallback(tmp_path / "neox")
+    values = settings(tuning__method=method, model__path=str(folder), optim__learning_rate=1e-2, training__max_steps=2)
+    for key in ("model.depth", "model.width", "model.heads"):
+        del values[key]
+    api.train(overrides=values)
+    merge = {"merge": True} if method == "lora" else {}
+    assert api.export(values["output_dir"], tmp_path / "right", **merge)["verified"]
+    for source in (MergedTensors, MergedOsft):
+        monkeypatch.setattr(source, "read_into", lambda self, *arguments: self.base.read_into(*arguments))
+    with pytest.raises(CheckpointError, match="differ from those of the model that was trained"):
+        api.export(values["output_dir"], tmp_path / "wrong", **merge)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tuning.lora_targets": ["q_proj", "w_proj"]}, "the model has no module w_proj"),
         ({"tuning.lora_targets": ["(q_proj"]}, "is not a regular expression"),
         ({"tuning.modules_to_save": ["classifier"]}, "the model has no module classifier"),
+        (
+            {"tuning.modules_to_save": ["q_proj", "v_proj"], "tuning.lora_targets": ["q_proj"]},
+            "tuning.modules_to_save trains all of tuning.lora_targets as they are",
+        ),
         ({"tuning.method": "full"}, "tuning.lora_rank is for LoRA"),
         ({"model.tokenizer": "larger"}, "and with adapters they cannot be resized"),
         ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
@@ -481,21 +534,40 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("settings", "changes", "message"),
     [
-        ({"peft_type": "IA3"}, "only LORA can be read"),
-        ({"bias": "all"}, "bias 'all' is not supported"),
-        ({"init_lora_weights": "pissa"}, "has changed the weights of the base model"),
-        ({"use_dora": True}, "lacks a factor"),
-        ({}, "embedding and head of the adapter differ"),
+        ({}, {"peft_type": "IA3"}, "only LORA can be read"),
+        ({}, {"bias": "all"}, "bias 'all' is not supported"),
+        ({}, {"init_lora_weights": "pissa"}, "has changed the weights of the base model"),
+        ({}, {"use_dora": True}, "lacks a factor"),
+        ({"modules_to_save": ["embed_tokens"]}, {}, "embedding and head of the adapter differ"),
+        ({"target_modules": ["q_proj", "lm_head"]}, {}, "the adapter has factors of lm_head, but only linears of the"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, {}, "has factors of model.embed_tokens, but only linears of"),
     ],
 )
-def test_adapters_that_cannot_be_read(changes: dict[str, Any], message: str, base_run: Path, tmp_path: Path) -> None:
-    modules = {} if changes else {"modules_to_save": ["embed_tokens"]}
-    load_peft(base_run, **modules).save_pretrained(tmp_path / "theirs")
+def test_adapters_that_cannot_be_read(
+    settings: dict[str, Any], changes: dict[str, Any], message: str, base_run: Path, tmp_path: Path
+) -> None:
+    load_peft(base_run, **settings).save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises((UsageError, CheckpointError), match=message):
+        open_peft_adapter(base_run, tmp_path / "theirs")
+
+
+def test_the_head_of_the_fallback_has_no_factors(tmp_path: Path) -> None:
+    folder = make_fallback(tmp_path / "neox")
+    load_peft(folder, target_modules=["query_key_value", "lm_head"]).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(UsageError, match="the adapter has factors of lm_head"):
+        open_peft_adapter(folder, tmp_path / "theirs")
+
+
+def test_a_linear_has_factors_or_is_saved_whole(base_run: Path, tmp_path: Path) -> None:
+    load_peft(base_run).save_pretrained(tmp_path / "theirs")
+    path, name = tmp_path / "theirs/adapter_model.safetensors", "model.layers.1.self_attn.q_proj.weight"
+    weight = load_file(base_run / "model.safetensors")[name]
+    save_file(load_file(path) | {f"base_model.model.{name}": weight}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="factors and the whole weight of layers.1.attention.wq"):
         open_peft_adapter(base_run, tmp_path / "theirs")
 
 

@@ -24,7 +24,7 @@ from torchstone.tuning.lora import (
     split_parameter_name,
 )
 from torchstone.tuning.osft import OSFT_Z, InitialOsft, VectorSource, add_osft
-from torchstone.tuning.quantize import parse_quantization, quantize_linears
+from torchstone.tuning.quantize import DequantizedTensors, parse_quantization, quantize_linears
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -132,6 +132,9 @@ class LoraPlan(TuningPlan):
             quantize_linears(decoder, self.quantized, *parse_quantization(self.base_quantization))
 
     def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
+        if self.base_quantization is not None:
+            # DoRA's first magnitudes are the row norms of the weights that are multiplied.
+            base = DequantizedTensors(base, self.quantized, shapes, *parse_quantization(self.base_quantization))
         return InitialFactors(base, shapes, self.seed, self.frozen)
 
     def trains_factor(self, name: str) -> bool:
