@@ -217,6 +217,16 @@ class TestRuns:
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
         api.train(overrides=new)
 
+    def test_an_adapter_of_peft_is_continued(
+        self, lora_settings: Settings, base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """PEFT does not record how the weights were quantized."""
+        make_peft(base_run, tmp_path / "peft")
+        values = lora_settings(training__max_steps=1) | {"tuning.adapter": str(tmp_path / "peft")}
+        del values["tuning.lora_rank"]
+        api.train(overrides=values)
+        assert "PEFT does not record whether an adapter was trained on quantized weights" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),

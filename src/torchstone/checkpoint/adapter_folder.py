@@ -45,7 +45,7 @@ from torchstone.tuning.lora import (
 
 CONFIG_FILE, WEIGHTS_FILE, STATE_FILE = "adapter_config.json", "adapter_model.safetensors", "state.json"
 PREFIX = "base_model.model."
-# The tensors of one linear, by the end of their names.
+# Kinds of factors, by the ends of their names in PEFT.
 PEFT_KINDS = {"lora_A.weight": LORA_A, "lora_B.weight": LORA_B, "lora_magnitude_vector": MAGNITUDE}
 # Settings of PEFT that change what an adapter computes, and the values that are supported here.
 SUPPORTED = {
@@ -64,12 +64,12 @@ SUPPORTED = {
 }
 # Initializations that change the base model, so that the adapter alone does not describe the result.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# In the file's metadata: the ranks of the projections whose factors are stacked in a linear; of the base model, its
-# fingerprint (`fingerprint`) and how its linears were quantized; the names of the frozen adapters, which are in folders
-# of these names, as PEFT has them.
+# Keys of the file's metadata. STACKED: the ranks of projections whose factors are stacked in one linear. BASE: the
+# fingerprint of the base model. QUANTIZATION: how its linears were quantized. FROZEN: the names of the frozen adapters,
+# each of which is in a folder of its name, where PEFT expects it.
 STACKED, BASE, QUANTIZATION = "torchstone_stacked", "torchstone_base", "torchstone_base_quantization"
 FROZEN = "torchstone_frozen_adapters"
-# Values of a row that count in a fingerprint.
+# How many values of a row a fingerprint reads.
 FINGERPRINT_COLUMNS = 64
 # By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
 Factors = dict[str, Tensor]
@@ -80,7 +80,8 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def fingerprint(source: TensorSource, shapes: Shapes) -> str:
-    """Tells models apart by a few values of each parameter, whatever files and dtypes hold them."""
+    """Tells models apart by a few values of each parameter, whatever files and dtypes hold them: the first ones of its
+    first, middle and last row. It does not see a change elsewhere."""
     digest = hashlib.sha256()
     for name in sorted(shapes):
         *leading, columns = shapes[name]

@@ -147,7 +147,7 @@ def load_model(
 
 
 @torch.no_grad()
-def load_unmerged(folder: Path, execution: ExecutionOptions) -> Model:
+def load_unmerged(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> Model:
     """The model that was trained, in fp32 on the CPU: the base model with an adapter or the factors of OSFT beside its
     weights. `load_model` merges them."""
     is_native = fallback_reason(folder, execution) is None

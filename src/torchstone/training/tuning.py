@@ -30,6 +30,7 @@ from torchstone.tuning.quantize import check_quantization, format_quantization
 from torchstone.tuning.targets import match_modules
 
 ADAPTER_NAME = "default"
+MAX_ADAPTER_NAME = 100
 
 
 def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> TuningPlan | None:
@@ -67,25 +68,37 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
     frozen = () if tensors is None else tensors.frozen
     if checkpoint is None:
         frozen += _open_frozen_adapters(tuning, model, base)
-    for each in (*([] if tensors is None else [tensors]), *frozen):
-        if each.base_quantization != quantization:
+    given = (*(() if tensors is None else (tensors,)), *frozen)
+    warnings = _check_quantization(given, quantization)
+    _check_frozen_adapters(adapter, frozen)
+    return LoraPlan(
+        with_tied_head(saved, model), tensors, _base_name(config, base), model.fingerprint, adapter, frozen,
+        config.training.seed, quantized, quantization, warnings,
+    )  # fmt: skip
+
+
+def _check_quantization(adapters: Sequence[AdapterTensors], quantization: str | None) -> tuple[str, ...]:
+    """Raises if an adapter was trained with other quantized weights. PEFT does not record how; returns warnings."""
+    for each in adapters:
+        if each.base_fingerprint is not None and each.base_quantization != quantization:
             raise UsageError(
                 f"the linears of the adapter's model were quantized as {each.base_quantization}, now {quantization}",
                 "use the same --tuning.quantize_base and --training.precision",
             )
-    _check_frozen_adapters(adapter, frozen)
-    return LoraPlan(
-        with_tied_head(saved, model), tensors, _base_name(config, base), model.fingerprint, adapter, frozen,
-        config.training.seed, quantized, quantization,
-    )  # fmt: skip
+    if quantization is None or all(each.base_fingerprint is not None for each in adapters):
+        return ()
+    return (f"PEFT does not record whether an adapter was trained on quantized weights; here they are {quantization}",)
 
 
 def _open_frozen_adapters(tuning: TuningConfig, model: BaseModelInfo, base: Path) -> tuple[AdapterTensors, ...]:
     opened = []
     for name, path in (tuning.frozen_adapters or {}).items():
-        # What a submodule cannot be called.
-        if "." in name or name == ADAPTER_NAME or hasattr(nn.ModuleDict, name):
-            raise UsageError(f"tuning.frozen_adapters: an adapter cannot be called {name!r}", "use another name")
+        # It is the name of a submodule, and of a folder.
+        if "." in name or name == ADAPTER_NAME or hasattr(nn.ModuleDict(), name) or len(name) > MAX_ADAPTER_NAME:
+            raise UsageError(
+                f"tuning.frozen_adapters: an adapter cannot be called {name!r}",
+                f"use another name, of at most {MAX_ADAPTER_NAME} characters",
+            )
         folder = resolve_model_folder(path)
         tensors = open_adapter(folder, model.names, model.shapes, model.linears, name)
         check_base(tensors.base_fingerprint, model.fingerprint, folder, base)

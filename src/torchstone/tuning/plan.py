@@ -119,6 +119,7 @@ class LoraPlan(TuningPlan):
     # Linears that are kept in fewer bits, and how (`format_quantization`).
     quantized: frozenset[str] = frozenset()
     base_quantization: str | None = None
+    warnings: tuple[str, ...] = ()
 
     def add_to(self, module: nn.Module) -> None:
         for adapter in (self.adapter, *(tensors.adapter for tensors in self.frozen)):
