@@ -71,7 +71,7 @@ STACKED, BASE, QUANTIZATION = "torchstone_stacked", "torchstone_base", "torchsto
 FROZEN = "torchstone_frozen_adapters"
 # How many values of a row a fingerprint reads.
 FINGERPRINT_COLUMNS = 64
-# By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
+# The factors of one linear, by kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
 Factors = dict[str, Tensor]
 
 

@@ -27,7 +27,7 @@ from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.tensors import TensorSource
 
 Quantization = Literal["nf4", "int8"]
-# QLoRA's: elements that share a scale, and scales that share one.
+# As in QLoRA: this many elements share a scale, and this many scales share one.
 BLOCK, SCALE_BLOCK = 64, 256
 INT8_MAX = 127
 
@@ -185,7 +185,7 @@ class DequantizedTensors:
         quantization: Quantization,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: the one that was computed in. `shapes`: of the base's parameters."""
+        """`dtype` is the one that the run computed in. `shapes` are those of the base's parameters."""
         self.base, self.linears, self.shapes = base, frozenset(linears), shapes
         self.quantization, self.dtype = quantization, dtype
 
