@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import parity
 from exact_runs import StopAt, assert_same_run
@@ -31,10 +32,12 @@ from torchstone.checkpoint.adapter_folder import (
     write_adapter,
     write_adapter_config,
 )
-from torchstone.checkpoint.model_folder import load_model, read_base_model_info
+from torchstone.checkpoint.model_folder import decoder_shapes, load_model, read_base_model_info
+from torchstone.checkpoint.save import save_model
 from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig, ParallelConfig
 from torchstone.data.loader import StepBatch
+from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
 from torchstone.models.model import Model
@@ -46,7 +49,8 @@ from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training.run import Callback, Run
-from torchstone.tuning.lora import AdapterTensors, LoraLinear
+from torchstone.tuning.lora import AdapterTensors, MergedTensors, merge_adapters, unmerge_adapters
+from torchstone.tuning.osft import MergedOsft
 from torchstone.tuning.plan import LoraPlan
 from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
 
@@ -76,13 +80,13 @@ def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
 
 def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
     model = read_base_model_info(folder)
-    return open_adapter(adapter, model.names, model.shapes)
+    return open_adapter(adapter, model.names, model.shapes, model.linears)
 
 
 def load_ours(folder: Path, adapter: Path, **options: Any) -> Model:
     """The model with PEFT's adapter, which is trained."""
     tensors = open_peft_adapter(folder, adapter)
-    plan = LoraPlan(frozenset(tensors.saved), tensors, "base", "", tensors.adapter, tensors.frozen)
+    plan = LoraPlan(frozenset(tensors.saved), tensors, str(folder), "", tensors.adapter, tensors.frozen)
     return load_model(folder, CPU, tuning=plan, **options)
 
 
@@ -129,12 +133,11 @@ class TestLogits:
         load_peft(folder, **VARIANTS[variant]).save_pretrained(tmp_path / "theirs")
         ours = load_ours(folder, tmp_path / "theirs")
         unmerged, weights = logits_of(ours), {name: p.clone() for name, p in ours.module.named_parameters()}
-        linears = [module for module in ours.module.modules() if isinstance(module, LoraLinear)]
-        errors = [linear.merge() for linear in linears]
-        assert 0 < max(errors) < 1e-6
+        merged = merge_adapters(ours.module)
+        assert 0 < max(each.error for each in merged) < 1e-6
         assert_close(logits_of(ours), unmerged)
-        for linear in linears:
-            linear.unmerge()
+        assert len(list(ours.module.parameters())) < len(weights), "the adapters are gone"
+        unmerge_adapters(merged)
         assert all(torch.equal(p, weights[name]) for name, p in ours.module.named_parameters())
         assert torch.equal(logits_of(ours), unmerged)
 
@@ -195,26 +198,34 @@ def test_twenty_steps_equal_those_of_peft(family: str, variant: str, tmp_path: P
     reference, ours = parity.Reference(theirs, optimizer, MAX_NORM), LoraSide(folder, tmp_path / "theirs")
     frozen = {name: p.clone() for name, p in ours.model.module.named_parameters() if not p.requires_grad}
     steps = parity.random_batches(20, theirs.config.vocab_size, seed=0)
-    parity.assert_free_running(reference, ours.step, ours.weights, steps)
+    # Both sides begin with the same factors, so gradients are compared in the first step.
+    parity.assert_step_locked(reference, ours.step, lambda _: None, steps[:1])
+    parity.assert_free_running(reference, ours.step, ours.weights, steps[1:])
     assert all(torch.equal(p, frozen[n]) for n, p in ours.model.module.named_parameters() if n in frozen)
     assert len(ours.optimizer.state) == len(ours.weights()), "only what is trained has moments"
 
 
 def gradients_of_rank(layouts: list[dict[str, Any]], folder: str, adapter: str, steps: Any) -> list[dict[str, Any]]:
+    """Also saves the adapter of each layout after the steps, in a folder beside `adapter`."""
     results = []
-    for parallel in layouts:
+    for number, parallel in enumerate(layouts):
         config = ParallelConfig(**parallel)
         with init_distributed(config, CPU, mesh_of_one=True) as ctx:
             builder = ShardedModelBuilder(ctx, config, "fp32", CPU)
             model = load_ours(Path(folder), Path(adapter), execution=ExecutionOptions(tp=ctx.dims.tp), builder=builder)
             runner = build_runner(model, builder, packed=True)
             results.append(run_steps(runner, steps))
+            saved = Path(adapter).with_name(str(number))
+            saved.mkdir(exist_ok=True)
+            save_model(model, saved, ctx)
+            ctx.barrier()
     return results
 
 
 @pytest.mark.parametrize("processes", LAYOUTS)
-def test_every_layout_computes_the_same(processes: int, tmp_path: Path) -> None:
+def test_every_layout_computes_the_same(processes: int, tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = make_model(tmp_path / "llama", "llama", "tied", num_hidden_layers=4)
+    tokenizer.save(folder)
     load_peft(folder, use_dora=processes == 2).save_pretrained(tmp_path / "adapter")
     steps = parity.random_batches(2, 40, seed=0)
     expected = run_steps(Runner(load_ours(folder, tmp_path / "adapter"), CPU, True), steps)
@@ -222,6 +233,12 @@ def test_every_layout_computes_the_same(processes: int, tmp_path: Path) -> None:
         gradients_of_rank, processes, LAYOUTS[processes], str(folder), str(tmp_path / "adapter"), steps, timeout=300
     )
     assert_same_steps(ranks, expected, LAYOUTS[processes])
+    for number, layout in enumerate(LAYOUTS[processes]):
+        api.export(tmp_path / str(number), tmp_path / f"{number}-exported", verify=False)
+        exported = open_peft_adapter(folder, tmp_path / f"{number}-exported").factors
+        for name, offset, values in (shard for results in ranks for shard in results[number]["weights"]):
+            slices = tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))
+            assert torch.equal(exported[name][slices], values), (layout, name)
 
 
 @pytest.fixture
@@ -237,8 +254,16 @@ def lora_settings(base_run: Path, settings: Settings) -> Settings:
     return make
 
 
-def train_on_rank(values: dict[str, Any]) -> None:
-    api.train(overrides=values)
+def train_on_rank(*runs: dict[str, Any]) -> None:
+    for values in runs:
+        api.train(overrides=values)
+
+
+def train_and_resume(values: dict[str, Any]) -> None:
+    """Two runs: one as a whole, one that stops after three steps and is resumed."""
+    for name, callbacks in {"whole": [[]], "parts": [[StopAt(3)], []]}.items():
+        for each in callbacks:
+            api.train(overrides=values | {"output_dir": f"{values['output_dir']}-{name}"}, callbacks=each)
 
 
 class TestRuns:
@@ -259,16 +284,59 @@ class TestRuns:
         # Opened as a model, the adapter is merged.
         assert_close(logits_of(load_model(checkpoint, CPU)), logits_of(theirs))
 
-    @pytest.mark.parametrize("dropout", [0.0, 0.2])
-    def test_resume_is_exact(self, dropout: float, lora_settings: Settings) -> None:
-        def values(name: str) -> dict[str, Any]:
-            made = lora_settings(tuning__lora_dropout=dropout, tuning__modules_to_save=["embed_tokens"])
-            return made | {"output_dir": f"{made['output_dir']}-{name}"}
+    @pytest.mark.parametrize(("dropout", "processes"), [(0.0, 1), (0.2, 1), (0.2, 2)])
+    def test_resume_is_exact(self, dropout: float, processes: int, lora_settings: Settings) -> None:
+        values = lora_settings(tuning__lora_dropout=dropout, tuning__modules_to_save=["embed_tokens"])
+        if processes == 1:
+            train_and_resume(values)
+        else:
+            launch_procs(train_and_resume, processes, values | {"parallel.tp": 2, "training.batch_size": 4})
+        assert_same_run(*(f"{values['output_dir']}-{name}" for name in ("whole", "parts")), 6)
 
-        api.train(overrides=values("whole"))
-        api.train(overrides=values("parts"), callbacks=[StopAt(3)])
-        api.train(overrides=values("parts"))
-        assert_same_run(values("whole")["output_dir"], values("parts")["output_dir"], 6)
+    def test_settings_are_those_of_peft(self, lora_settings: Settings, tmp_path: Path) -> None:
+        runs: list[Run] = []
+
+        class KeepRun(Callback):
+            def on_start(self, run: Run) -> None:
+                runs.append(run)
+
+        targets = [r".*layers\.1\..*(q|up)_proj"]
+        changes = {"lora_alpha": 7.0, "lora_rslora": True, "lora_dora": True, "lora_targets": targets}
+        values = lora_settings(tuning__modules_to_save=["norm"], **{f"tuning__{k}": v for k, v in changes.items()})
+        checkpoint = api.train(overrides=values, callbacks=[KeepRun()]).checkpoint
+        assert checkpoint is not None
+        config = read_adapter_config(checkpoint)
+        assert [config[key] for key in ("r", "lora_alpha", "use_rslora", "use_dora")] == [4, 7, True, True]
+        assert config["target_modules"] == ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"]
+        model = runs[0].model
+        assert model.tuning is not None
+        assert model.decoder_config is not None
+        counts = model.tuning.count_parameters(decoder_shapes(model.decoder_config))
+        assert sum(counts.values()) == sum(parameter.numel() for _, parameter in model.trained_parameters())
+        assert api.export(checkpoint, tmp_path / "adapter")["verified"]
+        # Training starts from the model as it is: magnitudes are the norms of its rows.
+        plain = lora_settings(training__max_steps=1) | {"output_dir": str(tmp_path / "plain")}
+        api.train(overrides=plain)
+        losses = [read_metrics(Path(each["output_dir"]) / "metrics.jsonl")[0]["loss"] for each in (values, plain)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+    def test_a_pipeline_stage_without_adapters(self, lora_settings: Settings, tmp_path: Path) -> None:
+        runs = {layer: lora_settings(tuning__lora_targets=[rf".*layers\.{layer}\..*"]) for layer in (0, 1)}
+        pipelines = []
+        for layer, values in runs.items():
+            values["output_dir"] = str(tmp_path / f"one-{layer}")
+            api.train(overrides=values)
+            pipelines.append(values | {"output_dir": str(tmp_path / f"pp-{layer}")})
+            pipelines[-1] |= {"parallel.pp": 2, "training.batch_size": 2}
+        # The last step is one of a run that is resumed.
+        launch_procs(train_on_rank, 2, *(each | {"training.max_steps": n} for each in pipelines for n in (5, 6)))
+        for layer in runs:
+            lines = [read_metrics(tmp_path / f"{name}-{layer}" / "metrics.jsonl") for name in ("one", "pp")]
+            # The learning rate depends on the number of steps.
+            losses = [[line["loss"] for line in each][:2] for each in lines]
+            assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+            assert len(lines[1]) == 6
+            assert api.export(tmp_path / f"pp-{layer}", tmp_path / f"adapter-{layer}")["verified"]
 
     def test_a_trained_embedding_is_resumed_beside_a_copy_of_the_head(
         self, lora_settings: Settings, base_run: Path, tmp_path: Path
@@ -304,6 +372,34 @@ class TestRuns:
         in_bf16 = api.export(values["output_dir"], tmp_path / "bf16", dtype="bfloat16", merge=True)
         assert 1e-4 < in_bf16["merge_error"] < 1, "bf16 loses more than fp32, and says so"
 
+    @pytest.mark.parametrize(
+        ("target", "module"),
+        [
+            ("norm", "model.norm"),
+            (r".*layers\.1\.input_layernorm", "model.layers.1.input_layernorm"),
+            # Also one of the linears with adapters: as in PEFT, it is trained as it is.
+            (r".*layers\.0\.mlp\.down_proj", "model.layers.0.mlp.down_proj"),
+        ],
+    )
+    def test_modules_to_save_are_the_same_in_peft(
+        self, target: str, module: str, lora_settings: Settings, base_run: Path, tmp_path: Path
+    ) -> None:
+        values = lora_settings(tuning__modules_to_save=[target], tuning__lora_targets=["down_proj"])
+        api.train(overrides=values)
+        api.export(values["output_dir"], tmp_path / "adapter")
+        api.export(values["output_dir"], tmp_path / "model", merge=True)
+        tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+        assert f"base_model.model.{module}.lora_A.weight" not in tensors
+        base = AutoModelForCausalLM.from_pretrained(base_run, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        wrapped = [name for name, each in theirs.named_modules() if isinstance(each, ModulesToSaveWrapper)]
+        assert wrapped == [f"base_model.model.{module}"]
+        trained = load_file(tmp_path / "model/model.safetensors")[f"{module}.weight"]
+        assert torch.equal(trained, tensors[f"base_model.model.{module}.weight"])
+        assert not torch.equal(trained, load_file(base_run / "model.safetensors")[f"{module}.weight"])
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        assert_close(logits_of(merged), logits_of(theirs))
+
     def test_an_adapter_is_not_merged_into_other_weights(
         self, lora_settings: Settings, base_run: Path, tmp_path: Path
     ) -> None:
@@ -335,6 +431,12 @@ class TestRuns:
         assert checkpoint is not None
         theirs, ours = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "theirs", checkpoint))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        # What a run started with is a part of it.
+        more = values | {"training.max_steps": 2}
+        with pytest.raises(CheckpointError, match="tuning.frozen_adapters None is now {'style': "):
+            api.train(overrides=more | {"tuning.frozen_adapters": f"style={tmp_path / 'theirs'}"})
+        with pytest.raises(CheckpointError, match=r"tuning.adapter .* is now None"):
+            api.train(overrides={key: value for key, value in more.items() if key != "tuning.adapter"})
 
     @pytest.mark.parametrize("processes", [1, 2])
     def test_frozen_adapters_are_active(
@@ -437,18 +539,43 @@ class TestRuns:
         assert rates[32, 4] == pytest.approx(8 * rates[4, 32])
 
 
+@pytest.mark.parametrize("method", ["lora", "osft"])
+@pytest.mark.parametrize("implementation", ["native", "fallback"])
+def test_a_wrong_merge_is_not_verified(
+    method: str, implementation: str, settings: Settings, base_run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What is written is compared with the model that was trained, not only with another merged one."""
+    folder = base_run if implementation == "native" else make_fallback(tmp_path / "neox")
+    values = settings(tuning__method=method, model__path=str(folder), optim__learning_rate=1e-2, training__max_steps=2)
+    for key in ("model.depth", "model.width", "model.heads"):
+        del values[key]
+    api.train(overrides=values)
+    merge = {"merge": True} if method == "lora" else {}
+    assert api.export(values["output_dir"], tmp_path / "right", **merge)["verified"]
+    for source in (MergedTensors, MergedOsft):
+        monkeypatch.setattr(source, "read_into", lambda self, *arguments: self.base.read_into(*arguments))
+    with pytest.raises(CheckpointError, match="differ from those of the model that was trained"):
+        api.export(values["output_dir"], tmp_path / "wrong", **merge)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tuning.lora_targets": ["q_proj", "w_proj"]}, "the model has no module w_proj"),
         ({"tuning.lora_targets": ["(q_proj"]}, "is not a regular expression"),
         ({"tuning.modules_to_save": ["classifier"]}, "the model has no module classifier"),
+        (
+            {"tuning.modules_to_save": ["q_proj", "v_proj"], "tuning.lora_targets": ["q_proj"]},
+            "tuning.modules_to_save trains all of tuning.lora_targets as they are",
+        ),
         ({"tuning.method": "full"}, "tuning.lora_rank is for LoRA"),
         ({"model.tokenizer": "larger"}, "and with adapters they cannot be resized"),
         ({"tuning.adapter": "somewhere"}, "both tuning.lora_rank and tuning.adapter are set"),
         ({"model.fused": ["qkv"]}, "model.fused does not work with tuning.method lora"),
         ({"tuning.frozen_adapters": "style"}, "tuning.frozen_adapters must be a mapping, not 'style'"),
         ({"tuning.frozen_adapters": "default=a"}, "an adapter cannot be called 'default'"),
+        ({"tuning.frozen_adapters": "training=a"}, "an adapter cannot be called 'training'"),
+        ({"tuning.frozen_adapters": f"{'x' * 300}=a"}, "use another name, of at most 100 characters"),
         ({"tuning.frozen_adapters": "style=saved"}, "has modules of the model (modules_to_save) besides its factors"),
         ({"tuning.frozen_adapters": "style=dora"}, "an adapter with DoRA cannot be active with others"),
         ({"optim.name": "muon"}, "optim.name muon does not work with tuning.method lora"),
@@ -480,22 +607,53 @@ def test_what_is_refused(
         api.train(overrides=values)
 
 
+def test_a_model_without_linears_is_refused(settings: Settings, tmp_path: Path) -> None:
+    """Those of openai-gpt are Conv1D, which the fallback does not adapt."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    config = AutoConfig.for_model("openai-gpt", vocab_size=448, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt")
+    values = settings(tuning__method="lora", model__path=str(tmp_path / "gpt"))
+    for key in ("model.depth", "model.width", "model.heads"):
+        del values[key]
+    with pytest.raises(UsageError, match=r"tuning.lora_targets: the model has no nn.Linear in its blocks"):
+        api.train(overrides=values)
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("settings", "changes", "message"),
     [
-        ({"peft_type": "IA3"}, "only LORA can be read"),
-        ({"bias": "all"}, "bias 'all' is not supported"),
-        ({"init_lora_weights": "pissa"}, "has changed the weights of the base model"),
-        ({"use_dora": True}, "lacks a factor"),
-        ({}, "embedding and head of the adapter differ"),
+        ({}, {"peft_type": "IA3"}, "only LORA can be read"),
+        ({}, {"bias": "all"}, "bias 'all' is not supported"),
+        ({}, {"init_lora_weights": "pissa"}, "has changed the weights of the base model"),
+        ({}, {"use_dora": True}, "lacks a factor"),
+        ({"modules_to_save": ["embed_tokens"]}, {}, "embedding and head of the adapter differ"),
+        ({"target_modules": ["q_proj", "lm_head"]}, {}, "the adapter has factors of lm_head, but only linears of the"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, {}, "has factors of model.embed_tokens, but only linears of"),
     ],
 )
-def test_adapters_that_cannot_be_read(changes: dict[str, Any], message: str, base_run: Path, tmp_path: Path) -> None:
-    modules = {} if changes else {"modules_to_save": ["embed_tokens"]}
-    load_peft(base_run, **modules).save_pretrained(tmp_path / "theirs")
+def test_adapters_that_cannot_be_read(
+    settings: dict[str, Any], changes: dict[str, Any], message: str, base_run: Path, tmp_path: Path
+) -> None:
+    load_peft(base_run, **settings).save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises((UsageError, CheckpointError), match=message):
+        open_peft_adapter(base_run, tmp_path / "theirs")
+
+
+def test_the_head_of_the_fallback_has_no_factors(tmp_path: Path) -> None:
+    folder = make_fallback(tmp_path / "neox")
+    load_peft(folder, target_modules=["query_key_value", "lm_head"]).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(UsageError, match="the adapter has factors of lm_head"):
+        open_peft_adapter(folder, tmp_path / "theirs")
+
+
+def test_a_linear_has_factors_or_is_saved_whole(base_run: Path, tmp_path: Path) -> None:
+    load_peft(base_run).save_pretrained(tmp_path / "theirs")
+    path, name = tmp_path / "theirs/adapter_model.safetensors", "model.layers.1.self_attn.q_proj.weight"
+    weight = load_file(base_run / "model.safetensors")[name]
+    save_file(load_file(path) | {f"base_model.model.{name}": weight}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="factors and the whole weight of layers.1.attention.wq"):
         open_peft_adapter(base_run, tmp_path / "theirs")
 
 

@@ -202,6 +202,7 @@ class TestHint:
         lengths = np.full(10, 1024)
         run: Any = SimpleNamespace(
             model=model,
+            runner=runner,
             optimizer=build_optimizer(model.named_parameters(), OptimConfig(), model.parameter_kinds()),
             device=torch.device("cuda"),
             config=config,

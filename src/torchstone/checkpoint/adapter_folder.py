@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from torchstone.tuning.lora import (
 
 CONFIG_FILE, WEIGHTS_FILE, STATE_FILE = "adapter_config.json", "adapter_model.safetensors", "state.json"
 PREFIX = "base_model.model."
-# The tensors of one linear, by the end of their names.
+# Kinds of factors, by the ends of their names in PEFT.
 PEFT_KINDS = {"lora_A.weight": LORA_A, "lora_B.weight": LORA_B, "lora_magnitude_vector": MAGNITUDE}
 # Settings of PEFT that change what an adapter computes, and the values that are supported here.
 SUPPORTED = {
@@ -64,14 +64,14 @@ SUPPORTED = {
 }
 # Initializations that change the base model, so that the adapter alone does not describe the result.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# In the file's metadata: the ranks of the projections whose factors are stacked in a linear; of the base model, its
-# fingerprint (`fingerprint`) and how its linears were quantized; the names of the frozen adapters, which are in folders
-# of these names, as PEFT has them.
+# Keys of the file's metadata. STACKED: the ranks of projections whose factors are stacked in one linear. BASE: the
+# fingerprint of the base model. QUANTIZATION: how its linears were quantized. FROZEN: the names of the frozen adapters,
+# each of which is in a folder of its name, where PEFT expects it.
 STACKED, BASE, QUANTIZATION = "torchstone_stacked", "torchstone_base", "torchstone_base_quantization"
 FROZEN = "torchstone_frozen_adapters"
-# Values of a row that count in a fingerprint.
+# How many values of a row a fingerprint reads.
 FINGERPRINT_COLUMNS = 64
-# By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
+# The factors of one linear, by kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE.
 Factors = dict[str, Tensor]
 
 
@@ -80,7 +80,8 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def fingerprint(source: TensorSource, shapes: Shapes) -> str:
-    """Tells models apart by a few values of each parameter, whatever files and dtypes hold them."""
+    """Tells models apart by a few values of each parameter, whatever files and dtypes hold them: the first ones of its
+    first, middle and last row. It does not see a change elsewhere."""
     digest = hashlib.sha256()
     for name in sorted(shapes):
         *leading, columns = shapes[name]
@@ -134,13 +135,29 @@ def base_name(config: dict[str, Any]) -> str | None:
     return f"{name}@{revision}" if name and revision and hub.parse_model(name) is not None else name
 
 
-def open_adapter(folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str = "default") -> AdapterTensors:
-    """The adapter of a folder of PEFT's, or of a checkpoint of any layout. `shapes`: of the model's parameters."""
+def open_adapter(
+    folder: Path, names: WeightNames, shapes: Shapes, linears: Collection[str], adapter_name: str = "default"
+) -> AdapterTensors:
+    """The adapter of a folder of PEFT's, or of a checkpoint of any layout.
+
+    `shapes`: of the model's parameters. `linears`: those that can have factors.
+    """
     if shard_files(folder, WEIGHTS):
         tensors, frozen = _read_sharded(folder, names, adapter_name)
     else:
-        tensors, frozen = _read_adapter(folder, names, shapes, adapter_name)
-    return replace(tensors, frozen=tuple(_read_adapter(folder / name, names, shapes, name)[0] for name in frozen))
+        tensors, frozen = _read_adapter(folder, names, shapes, linears, adapter_name)
+    both = sorted(linear for linear in tensors.adapter.linears if f"{linear}.weight" in tensors.saved)
+    if both:
+        raise CheckpointError(
+            f"{folder}: the adapter has factors and the whole weight of {list_modules(both)}",
+            "train it again without them in tuning.lora_targets or without them in tuning.modules_to_save",
+        )
+    others = (_read_adapter(folder / name, names, shapes, linears, name)[0] for name in frozen)
+    return replace(tensors, frozen=tuple(others))
+
+
+def list_modules(modules: Sequence[str], most: int = 4) -> str:
+    return ", ".join(modules[:most]) + (f" and {len(modules) - most} more" if len(modules) > most else "")
 
 
 def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> tuple[AdapterTensors, list[str]]:
@@ -172,9 +189,12 @@ def _adapter_of(config: dict[str, Any], name: str, linears: Mapping[str, LoraSpe
 
 
 def _read_adapter(
-    folder: Path, names: WeightNames, shapes: Shapes, adapter_name: str
+    folder: Path, names: WeightNames, shapes: Shapes, trainable: Collection[str], adapter_name: str
 ) -> tuple[AdapterTensors, list[str]]:
-    """A folder of PEFT's. Unknown tensors are an error. Also returns the names of the frozen adapters."""
+    """A folder of PEFT's. Unknown tensors are an error. Also returns the names of the frozen adapters.
+
+    `trainable`: the linears that can have factors.
+    """
     config = read_adapter_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(f"{folder}: no {WEIGHTS_FILE}", "pickles (adapter_model.bin) are never read")
@@ -199,6 +219,7 @@ def _read_adapter(
             whole = tensor.T if stored.is_transposed else tensor
             parts = whole.split([shapes.get(name, whole.shape)[0] for name in stored.parameter_names])
             saved |= dict(zip(stored.parameter_names, parts, strict=True))
+    _check_targets(folder, file.tensors, names, trainable)
     for module, whole in modules.items():
         stored = names.stored_tensor(f"{module}.weight")
         assert stored is not None
@@ -220,6 +241,22 @@ def _read_adapter(
     recorded = (file.metadata.get(BASE), file.metadata.get(QUANTIZATION))
     adapter = AdapterTensors(_adapter_of(config, adapter_name, linears), factors, saved, base_name(config), *recorded)
     return adapter, json.loads(file.metadata.get(FROZEN, "[]"))
+
+
+def _check_targets(folder: Path, keys: Iterable[str], names: WeightNames, trainable: Collection[str]) -> None:
+    """Raises if a module that is not in `trainable`, such as the head or the embedding, has factors."""
+    others = dict[str, None]()
+    for module, _, factor in (key.removeprefix(PREFIX).partition(".lora_") for key in keys):
+        stored = names.stored_tensor(f"{module}.weight") if factor else None
+        if stored is not None and not all(name.removesuffix(".weight") in trainable for name in stored.parameter_names):
+            others[module] = None
+    if others:
+        raise UsageError(
+            f"{folder}: the adapter has factors of {list_modules(list(others))}, but only linears of the blocks can "
+            "have some here",
+            "merge it in PEFT first (merge_and_unload), and use the result as the model; to train the embedding or the "
+            "head: --tuning.modules_to_save",
+        )
 
 
 def _check_tied_head(folder: Path, saved: dict[str, Tensor], is_tied: bool) -> None:
@@ -317,7 +354,8 @@ def write_adapter_config(
         ranks[module] = specs[0].rank if average else sum(spec.rank for spec in specs)
         alphas[module] = specs[0].scale * (math.sqrt(ranks[module]) if adapter.use_rslora else ranks[module])
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    saved_modules = {name.split(".")[-2] for name in names.stored_tensors(saved)}
+    # PEFT takes all modules whose names end like this, so these are whole names.
+    saved_modules = {name.rpartition(".")[0] for name in names.stored_tensors(saved)}
     is_transposed = [
         spec.is_transposed for spec in names.stored_tensors(f"{name}.weight" for name in adapter.linears).values()
     ]

@@ -2,7 +2,8 @@
 
 Native weights are copied from file to file, so a model need not fit in memory to be written; verifying loads it. The
 verification is Transformers' own: the folder is loaded with AutoModelForCausalLM, every tensor is compared bit for bit
-with the source, and the logits of a fixed text are compared with ours.
+with the source, and the logits of a fixed text are compared with ours. If weights were merged, the logits are also
+compared with those of the model that was trained, with its updates beside its weights.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torchstone.checkpoint.model_folder import (
     decoder_shapes,
     fallback_reason,
     load_model,
+    load_unmerged,
     open_weights,
     read_base_model_info,
     read_model_config,
@@ -115,6 +117,8 @@ def export_model(
         parameters = sum(tensor.numel() for tensor in _stored_tensors(weight_file_paths(work)))
         difference = None
         if verify:
+            if is_tuned_folder(folder):
+                verify_merge(folder, tokenizer, execution)
             model = load_model(folder, CPU, target_dtype, execution)
             difference = verify_folder(work, model, tokenizer, trust_remote_code)
     return {
@@ -161,7 +165,7 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, tru
     base, implementation = base_folder(folder), stored_implementation(folder)
     execution = ExecutionOptions(implementation=implementation, trust_remote_code=trust_remote_code)
     model = read_base_model_info(base, execution)
-    tensors = open_adapter(folder, model.names, model.shapes)
+    tensors = open_adapter(folder, model.names, model.shapes, model.linears)
     tokenizer = load_tokenizer(tokenizer_files(folder), trust_remote_code=trust_remote_code)
     with new_folder(target) as work:
         warnings = write_adapter(work, tensors, model.names, model.is_tied, average)
@@ -192,7 +196,7 @@ def _dequantized_weights(model: BaseModelInfo, tensors: AdapterTensors) -> dict[
     if tensors.base_quantization is None:
         return {}
     source, weights = as_trained(model.source, tensors, model.shapes, model.linears), dict[str, Tensor]()
-    for name in model.linears:
+    for name in (f"{linear}.weight" for linear in model.linears):
         weights[name] = torch.empty(model.shapes[name])
         source.read_into(name, weights[name], (0, 0))
     return hf_tensors(weights, model.names)
@@ -232,8 +236,7 @@ def verify_adapter(
         reference.load_adapter(str(folder / name), name)
     reference.base_model.set_adapter(["default", *frozen])
     reference.eval()
-    ids = _probe_ids(model, tokenizer)
-    logits = model.module.eval()(ids, torch.arange(ids.shape[1])[None])
+    ids, logits = _probe_ids(model, tokenizer), _probe_logits(model, tokenizer)
     difference = (reference(ids).logits - logits).abs().max().item()
     if not is_changed and not difference <= LOGITS_TOLERANCE * max(1.0, logits.abs().max().item()):
         raise CheckpointError(f"{folder}: PEFT's logits differ from ours by {difference:.2e}")
@@ -244,6 +247,25 @@ def _probe_ids(model: Model, tokenizer: Tokenizer) -> Tensor:
     # A folder's tokenizer may have more tokens than the model has embeddings.
     encoded = tokenizer.encode("The quick brown fox jumps over the lazy dog.")[:64]
     return torch.tensor([[min(token, model.vocab_size - 1) for token in encoded]])
+
+
+@torch.no_grad()
+def verify_merge(folder: Path, tokenizer: Tokenizer, execution: ExecutionOptions) -> None:
+    """Raises if merging changes what the model computes: compares its logits with those of the base model with the
+    updates beside its weights, as it was trained. Both are in fp32, and in memory one after the other."""
+    unmerged = _probe_logits(load_unmerged(folder, execution), tokenizer)
+    merged = _probe_logits(load_model(folder, CPU, execution=execution), tokenizer)
+    difference = (merged - unmerged).abs().max().item()
+    if not difference <= LOGITS_TOLERANCE * max(1.0, unmerged.abs().max().item()):
+        raise CheckpointError(
+            f"{folder}: the logits of the merged model differ from those of the model that was trained by "
+            f"{difference:.2e}"
+        )
+
+
+def _probe_logits(model: Model, tokenizer: Tokenizer) -> Tensor:
+    ids = _probe_ids(model, tokenizer)
+    return model.module.eval()(ids, torch.arange(ids.shape[1])[None])
 
 
 def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> dict[str, float]:
@@ -341,9 +363,8 @@ def verify_folder(folder: Path, model: Model, tokenizer: Tokenizer, trust_remote
             if tensor.isnan().any():
                 raise CheckpointError(f"{name} has NaN values and cannot be compared")
             raise CheckpointError(f"{folder}: Transformers loads a different {name} than was written")
-    ids = _probe_ids(model, tokenizer)
-    positions = torch.arange(ids.shape[1])[None]
-    logits = model.module.eval().to(wide)(ids, positions)
+    model.module.to(wide)
+    ids, logits = _probe_ids(model, tokenizer), _probe_logits(model, tokenizer)
     expected = reference.to(wide)(ids).logits
     difference = (expected - logits).abs().max().item()
     if not difference <= LOGITS_TOLERANCE * max(1.0, expected.abs().max().item()):

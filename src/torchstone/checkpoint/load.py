@@ -173,7 +173,7 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Mod
     for full_name in files.names:
         parameter_name, _, key = full_name.rpartition("/")
         keys_of.setdefault(parameter_name, set()).add(key)
-    parameters = [(name, unfused_names(model.decoder_config, name, p), p) for name, p in model.named_parameters()]
+    parameters = [(name, unfused_names(model.decoder_config, name, p), p) for name, p in model.trained_parameters()]
     if parameters and not any(part in keys_of for _, unfused, _ in parameters for part in unfused):
         raise CheckpointError(f"{folder}: has optimizer state, but none for the parameters of this model")
     for name, unfused, parameter in parameters:

@@ -24,7 +24,7 @@ from torchstone.checkpoint.adapter_folder import (
     open_adapter,
 )
 from torchstone.checkpoint.load import base_folder, files_folder, tuned_model_folder
-from torchstone.checkpoint.osft_folder import is_osft_folder, open_osft, read_osft_config
+from torchstone.checkpoint.osft_folder import SingularVectors, is_osft_folder, open_osft, read_osft_config
 from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.tensor_files import read_shapes
 from torchstone.checkpoint.transformers_folder import (
@@ -67,7 +67,7 @@ from torchstone.parallel.build import ModelBuilder, fill_parameters
 from torchstone.parallel.local_shards import local_shards
 from torchstone.tuning.lora import AdapterTensors, MergedTensors, is_adapter_parameter
 from torchstone.tuning.osft import MergedOsft
-from torchstone.tuning.plan import LoraPlan, TuningPlan
+from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.quantize import DequantizedTensors, parse_quantization, quantize_loaded
 
 # Keys of older files that are still read, and keys that tools leave behind.
@@ -149,6 +149,35 @@ def load_model(
 
 
 @torch.no_grad()
+def load_unmerged(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION) -> Model:
+    """The model that was trained, in fp32 on the CPU: the base model with an adapter or the factors of OSFT beside its
+    weights. `load_model` merges them."""
+    is_native = fallback_reason(folder, execution) is None
+    execution = replace(execution, implementation="native" if is_native else "fallback")
+    if is_osft_folder(folder):
+        osft, values = read_osft_config(folder), open_osft(folder)
+        base = resolve_model_folder(osft.base_model_name_or_path)
+        info = read_base_model_info(base, execution)
+        trained = frozenset(name for name in values.names if not is_adapter_parameter(name))
+        vectors = SingularVectors(info.source, info.shapes, info.fingerprint)
+        osft_plan = OsftPlan(
+            trained, values, str(base), info.fingerprint, osft.ranks, osft.unfreeze_rank_ratio, vectors
+        )
+        return load_model(base, torch.device("cpu"), execution=execution, tuning=osft_plan)
+    base = base_folder(folder)
+    info = read_base_model_info(base, execution)
+    tensors = open_adapter(folder, info.names, info.shapes, info.linears)
+    saved = frozenset(tensors.saved)
+    plan = LoraPlan(saved, tensors, str(base), info.fingerprint, tensors.adapter, tensors.frozen)
+    model = load_model(base, torch.device("cpu"), execution=execution, tuning=plan)
+    parameters = dict(model.named_parameters())
+    source = as_trained(InMemoryTensors(parameters), tensors, info.shapes, info.linears)
+    for name in {f"{linear}.weight" for linear in info.linears} - saved:
+        source.read_into(name, parameters[name], (0, 0))
+    return model
+
+
+@torch.no_grad()
 def _merge_into_fallback(
     folder: Path, base: Path, module: FallbackModule, execution: ExecutionOptions
 ) -> dict[str, float]:
@@ -163,13 +192,12 @@ def _merge_into_fallback(
         source, linears = MergedOsft(values, tensors, osft.ranks, info.shapes), list(osft.ranks)
         saved = [name for name in tensors.names if not is_adapter_parameter(name)]
     else:
-        adapter = open_adapter(folder, info.names, info.shapes)
+        adapter = open_adapter(folder, info.names, info.shapes, info.linears)
         check_base(adapter.base_fingerprint, info.fingerprint, folder, base)
         source = MergedTensors(
             as_trained(values, adapter, info.shapes, info.linears), adapter, adapter.adapters, info.shapes
         )
-        linears = [name.removesuffix(".weight") for name in info.linears]
-        saved = list(adapter.saved)
+        linears, saved = info.linears, list(adapter.saved)
     for name in [*(f"{linear}.weight" for linear in linears), *saved]:
         source.read_into(name, parameters[name], (0,) * parameters[name].dim())
     return source.errors
@@ -257,7 +285,7 @@ def check_new_model(
 
 @dataclass(frozen=True)
 class BaseModelInfo:
-    """What an adapter has to know of a model: the names and shapes of its parameters, and its linears but the head."""
+    """What an adapter must know of a model: the names and shapes of its parameters, and its linears except the head."""
 
     names: WeightNames
     shapes: dict[str, tuple[int, ...]]
@@ -296,7 +324,7 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
         for name, module in modules.items()
         if type(module) is not nn.Linear or f"{name}.weight" not in tensors
     }
-    linears = [f"{name}.weight" for name in modules]
+    linears = list(modules)
     return BaseModelInfo(FALLBACK_NAMES, shapes, linears, is_tied, values, InMemoryTensors(tensors), not_for_osft)
 
 
@@ -328,11 +356,12 @@ def open_weights(
 
 
 def _open_merged(folder: Path, model_type: str, config: DecoderConfig) -> MergedTensors:
-    names, shapes = WEIGHT_NAMES[model_type], decoder_shapes(config)
-    tensors, base = open_adapter(folder, names, shapes), base_folder(folder)
+    shapes = decoder_shapes(config)
+    linears = block_linears(shapes)
+    tensors, base = open_adapter(folder, WEIGHT_NAMES[model_type], shapes, linears), base_folder(folder)
     files = open_weights(base, model_type, config)
     check_base(tensors.base_fingerprint, fingerprint(files, shapes), folder, base)
-    source = as_trained(files, tensors, shapes, block_linears(shapes))
+    source = as_trained(files, tensors, shapes, linears)
     return MergedTensors(source, tensors, tensors.adapters, shapes)
 
 
@@ -345,8 +374,9 @@ def as_trained(base: TensorSource, tensors: AdapterTensors, shapes: Shapes, line
 
 
 def block_linears(shapes: Shapes) -> list[str]:
-    """The weights of the linears of a native model, but for the head."""
-    return [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
+    """The linears of a native model, except the head."""
+    weights = (name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
+    return [name.removesuffix(".weight") for name in weights]
 
 
 def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -145,8 +145,9 @@ class Model(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters that the optimizer updates."""
-        return next(self.trained_parameters())[1].dtype
+        """The dtype of the parameters that the optimizer updates; of any, if it updates none in this pipeline stage."""
+        parameters = [*self.trained_parameters(), *self.named_parameters()]
+        return parameters[0][1].dtype
 
     def use_master_weights(self, dtype: torch.dtype) -> None:
         """Makes the module compute in `dtype`, and keeps its parameters for the optimizer."""

@@ -50,6 +50,8 @@ class AdamW(torch.optim.AdamW):
         """Multiplies the gradients by `coefficient` and updates the parameters. If it is NaN, parameters and moments
         stay as they are; on CUDA the step is counted all the same."""
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        if not any(parameters for _, parameters in groups):
+            return
         if all(p.is_cuda for _, parameters in groups for p in parameters) and triton_error() is None:
             for group, parameters in groups:
                 self._update(group, parameters, coefficient)

@@ -67,7 +67,8 @@ def _build_adamw(
     for scale in {1.0: None} | dict.fromkeys(lr_scales.values()):
         scaled = [each for each in parameters if lr_scales.get(each[0], 1.0) == scale]
         groups += [group | {"lr_scale": scale} for group in _decay_groups(scaled, optim, kinds)]
-    return AdamW(groups, copies, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps)
+    # A pipeline rank without any is part of the run all the same.
+    return AdamW(groups or [{"params": []}], copies, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps)
 
 
 def _decay_groups(parameters: NamedParameters, optim: OptimConfig, kinds: Mapping[str, str]) -> list[dict[str, Any]]:

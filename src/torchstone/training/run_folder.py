@@ -33,7 +33,11 @@ DATA_CHANGED = (
     "data.max_samples, data.text_packing or data.weights)"
 )
 # Settings of `tuning` that decide what is trained.
-TUNING_KEYS = {"full": (), "lora": (*LORA_KEYS, "modules_to_save", "quantize_base"), "osft": OSFT_KEYS}
+TUNING_KEYS = {
+    "full": (),
+    "lora": (*LORA_KEYS, "modules_to_save", "adapter", "frozen_adapters", "quantize_base"),
+    "osft": OSFT_KEYS,
+}
 
 
 @contextmanager

@@ -78,7 +78,7 @@ from torchstone.training.schedule import check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
 from torchstone.training.tuning import build_projection, decompose, plan_tuning
 from torchstone.tuning.lora import LORA_B
-from torchstone.tuning.plan import OsftPlan, TuningPlan
+from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.quantize import bytes_per_weight
 
 # With one of these a user sets up torch's allocator.
@@ -362,7 +362,7 @@ def _build_model(
         model = _load_model(config, model_folder, builder, execution, tokenizer, console, tuning)
     else:
         model = _new_model(config, builder, execution, tokenizer, console)
-    for warning in model.warnings:
+    for warning in [*model.warnings, *(tuning.warnings if isinstance(tuning, LoraPlan) else ())]:
         console.warn(warning)
     check_row_length(model, config)
     return model

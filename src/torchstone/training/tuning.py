@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ from torchstone.tuning.quantize import check_quantization, format_quantization
 from torchstone.tuning.targets import match_modules
 
 ADAPTER_NAME = "default"
+MAX_ADAPTER_NAME = 100
 
 
 def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> TuningPlan | None:
@@ -68,40 +69,53 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
     if checkpoint is None and tuning.adapter is not None:
         continued = resolve_model_folder(tuning.adapter)
     if continued is None:
-        adapter, saved = new_adapter(tuning, model), saved_parameters(tuning, model)
+        saved = saved_parameters(tuning, model)
+        adapter = new_adapter(tuning, model, saved)
     else:
-        tensors = open_adapter(continued, model.names, model.shapes, ADAPTER_NAME)
+        tensors = open_adapter(continued, model.names, model.shapes, model.linears, ADAPTER_NAME)
         check_base(tensors.base_fingerprint, model.fingerprint, continued, base)
         adapter, saved = tensors.adapter, frozenset(tensors.saved)
     quantization, quantized = None, frozenset[str]()
     if tuning.quantize_base != "none":
         check_quantization()
         quantization = format_quantization(tuning.quantize_base, COMPUTE_DTYPE[config.training.precision])
-        quantized = frozenset(name.removesuffix(".weight") for name in model.linears)
+        quantized = frozenset(linear for linear in model.linears if f"{linear}.weight" not in saved)
     frozen = () if tensors is None else tensors.frozen
     if checkpoint is None:
         frozen += _open_frozen_adapters(tuning, model, base)
-    for each in (*([] if tensors is None else [tensors]), *frozen):
-        if each.base_quantization != quantization:
+    given = (*(() if tensors is None else (tensors,)), *frozen)
+    warnings = _check_quantization(given, quantization)
+    _check_frozen_adapters(adapter, frozen)
+    return LoraPlan(
+        with_tied_head(saved, model), tensors, _base_name(config, base), model.fingerprint, adapter, frozen,
+        config.training.seed, quantized, quantization, warnings,
+    )  # fmt: skip
+
+
+def _check_quantization(adapters: Sequence[AdapterTensors], quantization: str | None) -> tuple[str, ...]:
+    """Raises if an adapter was trained with other quantized weights. PEFT does not record how; returns warnings."""
+    for each in adapters:
+        if each.base_fingerprint is not None and each.base_quantization != quantization:
             raise UsageError(
                 f"the linears of the adapter's model were quantized as {each.base_quantization}, now {quantization}",
                 "use the same --tuning.quantize_base and --training.precision",
             )
-    _check_frozen_adapters(adapter, frozen)
-    return LoraPlan(
-        with_tied_head(saved, model), tensors, _base_name(config, base), model.fingerprint, adapter, frozen,
-        config.training.seed, quantized, quantization,
-    )  # fmt: skip
+    if quantization is None or all(each.base_fingerprint is not None for each in adapters):
+        return ()
+    return (f"PEFT does not record whether an adapter was trained on quantized weights; here they are {quantization}",)
 
 
 def _open_frozen_adapters(tuning: TuningConfig, model: BaseModelInfo, base: Path) -> tuple[AdapterTensors, ...]:
     opened = []
     for name, path in (tuning.frozen_adapters or {}).items():
-        # What a submodule cannot be called.
-        if "." in name or name == ADAPTER_NAME or hasattr(nn.ModuleDict, name):
-            raise UsageError(f"tuning.frozen_adapters: an adapter cannot be called {name!r}", "use another name")
+        # It is the name of a submodule, and of a folder.
+        if "." in name or name == ADAPTER_NAME or hasattr(nn.ModuleDict(), name) or len(name) > MAX_ADAPTER_NAME:
+            raise UsageError(
+                f"tuning.frozen_adapters: an adapter cannot be called {name!r}",
+                f"use another name, of at most {MAX_ADAPTER_NAME} characters",
+            )
         folder = resolve_model_folder(path)
-        tensors = open_adapter(folder, model.names, model.shapes, name)
+        tensors = open_adapter(folder, model.names, model.shapes, model.linears, name)
         check_base(tensors.base_fingerprint, model.fingerprint, folder, base)
         if tensors.frozen or tensors.saved:
             kind = "frozen adapters" if tensors.frozen else "modules of the model (modules_to_save)"
@@ -204,18 +218,28 @@ def build_projection(
     return SubspaceProjection(bases)
 
 
-def new_adapter(tuning: TuningConfig, model: BaseModelInfo) -> LoraAdapter:
-    """An adapter for the linears that tuning.lora_targets selects."""
+def new_adapter(tuning: TuningConfig, model: BaseModelInfo, saved: Collection[str]) -> LoraAdapter:
+    """An adapter for the linears that tuning.lora_targets selects, except those that are trained as they are (`saved`),
+    as in PEFT."""
     rank = tuning.lora_rank
     alpha = 2 * rank if tuning.lora_alpha is None else tuning.lora_alpha
     spec = LoraSpec(rank, alpha / (math.sqrt(rank) if tuning.lora_rslora else rank))
-    linears = dict.fromkeys(tuned_linears("tuning.lora_targets", tuning.lora_targets, model), spec)
+    targets = tuned_linears("tuning.lora_targets", tuning.lora_targets, model)
+    linears = {name: spec for name in targets if f"{name}.weight" not in saved}
+    if not linears:
+        raise UsageError(
+            "tuning.modules_to_save trains all of tuning.lora_targets as they are, so that none gets an adapter",
+            "leave them out of one of the two",
+        )
     return LoraAdapter(ADAPTER_NAME, linears, tuning.lora_dropout, tuning.lora_dora, tuning.lora_rslora)
 
 
 def tuned_linears(key: str, targets: tuple[str, ...], model: BaseModelInfo) -> list[str]:
     """The linears that the setting `key` selects by the names of Hugging Face modules."""
-    stored = {name.removesuffix(".weight"): spec for name, spec in model.names.stored_tensors(model.linears).items()}
+    if not model.linears:
+        raise UsageError(f"{key}: the model has no nn.Linear in its blocks", "use --tuning.method full")
+    weights = model.names.stored_tensors(f"{linear}.weight" for linear in model.linears)
+    stored = {name.removesuffix(".weight"): spec for name, spec in weights.items()}
     modules = match_modules(key, targets, stored)
     return [name.removesuffix(".weight") for module in modules for name in stored[module].parameter_names]
 

@@ -37,7 +37,7 @@ ACTIVATION_BACKWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 # The kernels keep sums of this rank in registers.
 MAX_RANK = 64
-# Of the rows that the kernels read, in bytes.
+# The kernels read rows that are aligned to this many bytes.
 ALIGNMENT = 16
 
 
@@ -87,7 +87,7 @@ class FusedLoraMLP(MLP):
         adapters = [get_factors(linear) for linear in (self.gate, self.up, self.down)]
         return (
             self.activation_name in ACTIVATION_BACKWARDS
-            # Liger's, if it was asked for.
+            # A kernel of Liger, if it was asked for.
             and self.kernel is None
             and max(map(len, adapters)) == 1
             and all(

@@ -24,13 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchstone.errors import UsageError
 from torchstone.models.tensors import NamedTensors, TensorSource
 
 ADAPTERS, LORA_A, LORA_B, MAGNITUDE = "adapters", "lora_A", "lora_B", "magnitude"
 
 
 class LoraSpec(NamedTuple):
-    """The rank of a linear's update, and what it is multiplied by."""
+    """The rank of a linear's update, and the factor that scales it."""
 
     rank: int
     scale: float
@@ -38,37 +39,37 @@ class LoraSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter without its values. `linears`: those that it changes, by the name of the module, unfused."""
+    """An adapter without its values. `linears` has the linears that it changes, by the name of the unfused module."""
 
     name: str
     linears: Mapping[str, LoraSpec]
     dropout: float = 0.0
     use_dora: bool = False
-    # The scale is alpha / sqrt(rank); only for adapter_config.json.
+    # Whether scales are alpha / sqrt(rank). Only adapter_config.json needs it.
     use_rslora: bool = False
 
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """An adapter and its values, by the names of our parameters; `saved` are those of the base that it replaces.
+    """An adapter and its values, by the names of our parameters. A `TensorSource`.
 
-    A `TensorSource`.
+    `saved` has the parameters of the base model that the adapter replaces.
     """
 
     adapter: LoraAdapter
     factors: Mapping[str, Tensor]
     saved: Mapping[str, Tensor] = field(default_factory=dict)
-    # The base model: as adapter_config.json names it, and its fingerprint if the adapter is one of ours.
+    # The base model as adapter_config.json names it, and its fingerprint. An adapter of PEFT has no fingerprint.
     base: str | None = None
     base_fingerprint: str | None = None
     # How the linears of the base were quantized, and the dtype that was computed in, such as nf4/bfloat16.
     base_quantization: str | None = None
-    # Frozen adapters that were active when it was trained.
+    # The frozen adapters that were active when this one was trained.
     frozen: tuple[AdapterTensors, ...] = ()
 
     @property
     def adapters(self) -> list[LoraAdapter]:
-        """All that are active."""
+        """This adapter and the frozen ones: all that are active."""
         return [self.adapter, *(each.adapter for each in self.frozen)]
 
     @cached_property
@@ -93,7 +94,7 @@ class AdapterTensors:
 class LoraFactors(nn.Module):
     """The update of one linear by one adapter."""
 
-    # Of each factor, the dimension that it shares with the weight, and the dimension of the weight.
+    # By factor: its dimension that is sharded like the weight, and which dimension of the weight that is.
     sharded_dims: ClassVar = {LORA_A: (1, 1), LORA_B: (0, 0), MAGNITUDE: (0, 0)}
 
     def __init__(self, linear: nn.Linear, spec: LoraSpec, dropout: float, use_dora: bool) -> None:
@@ -139,16 +140,13 @@ class LoraLinear(nn.Linear):
     """What `add_adapter` makes of a linear. `adapters` are by name."""
 
     adapters: nn.ModuleDict
-    # The weight without the updates, while they are merged into it.
-    unmerged_weight: Tensor | None
 
     @property
     def factors(self) -> list[LoraFactors]:
-        """Those that the forward pass adds."""
-        return list(self.adapters.values()) if self.unmerged_weight is None else []
+        return list(self.adapters.values())
 
     def base_forward(self, x: Tensor) -> Tensor:
-        """The output without the updates, unless they are merged."""
+        """The output without the updates."""
         return super().forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,25 +155,46 @@ class LoraLinear(nn.Linear):
             output = output + factors(x, base_output, self.weight, self.bias)
         return output
 
-    @torch.no_grad()
-    def merge(self) -> float:
-        """Puts the updates into the weight; returns the rounding error relative to the updates."""
-        assert self.unmerged_weight is None, "the adapters are merged already"
-        base = self.weight.detach().clone()
-        wide = base.to(wider_dtype(base.dtype))
-        merged = wide
-        for factors in self.factors:
-            merged = factors.merged(merged)
-        self.weight.copy_(merged)
-        self.unmerged_weight = base
-        return rounding_error(wide, merged, self.weight)
 
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Restores the weight, to the last bit."""
-        assert self.unmerged_weight is not None, "no adapter is merged"
-        self.weight.copy_(self.unmerged_weight)
-        self.unmerged_weight = None
+class MergedLinear(NamedTuple):
+    """A linear whose weight has the updates, with the weight and the adapters that it had."""
+
+    linear: LoraLinear
+    weight: Tensor
+    adapters: nn.ModuleDict
+    # See `rounding_error`.
+    error: float
+
+
+@torch.no_grad()
+def merge_adapters(module: nn.Module) -> list[MergedLinear]:
+    """Puts the updates of all adapters into the weights and takes the adapters away; `unmerge_adapters` undoes it.
+
+    For a model in one process. It keeps a copy of the weights.
+    """
+    linears = [linear for linear in module.modules() if isinstance(linear, LoraLinear)]
+    if not all(type(linear.weight) is nn.Parameter for linear in linears):
+        raise UsageError(
+            "weights that are quantized or sharded cannot be merged in memory", "use torchstone export --merge"
+        )
+    merged = []
+    for linear in linears:
+        weight = linear.weight.detach().clone()
+        wide = updated = weight.to(wider_dtype(weight.dtype))
+        for factors in linear.factors:
+            updated = factors.merged(updated)
+        linear.weight.copy_(updated)
+        merged.append(MergedLinear(linear, weight, linear.adapters, rounding_error(wide, updated, linear.weight)))
+        linear.adapters = nn.ModuleDict()
+    return merged
+
+
+@torch.no_grad()
+def unmerge_adapters(merged: Iterable[MergedLinear]) -> None:
+    """Restores weights, to the last bit, and adapters."""
+    for linear, weight, adapters, _ in merged:
+        linear.weight.copy_(weight)
+        linear.adapters = adapters
 
 
 def wider_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -217,12 +236,12 @@ def project_together(linears: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
 
 
 def base_output(linear: nn.Linear, x: Tensor) -> Tensor:
-    """The output of any linear without the updates, unless they are merged."""
+    """The output of any linear without the updates."""
     return linear.base_forward(x) if isinstance(linear, LoraLinear) else linear(x)
 
 
 def get_factors(linear: nn.Linear) -> list[LoraFactors]:
-    """Those that the forward pass of any linear adds."""
+    """The factors that the forward pass of any linear adds."""
     return linear.factors if isinstance(linear, LoraLinear) else []
 
 
@@ -239,7 +258,7 @@ def add_adapter(module: nn.Module, adapter: LoraAdapter) -> None:
         if not isinstance(linear, LoraLinear):
             # A class, not a method of each instance: torch.compile reuses a graph for blocks of the same classes.
             linear.__class__ = _lora_class(linear.__class__)
-            linear.adapters, linear.unmerged_weight = nn.ModuleDict(), None
+            linear.adapters = nn.ModuleDict()
         linear.adapters[adapter.name] = LoraFactors(linear, spec, adapter.dropout, adapter.use_dora)
 
 
@@ -259,10 +278,10 @@ def split_parameter_name(name: str) -> tuple[str, str, str]:
 
 
 class InitialFactors:
-    """A `TensorSource` of initial values: those of PEFT, from a random stream of each parameter's own.
+    """A `TensorSource` of initial values, distributed as in PEFT.
 
-    `base`: has the weights, whose row norms are DoRA's first magnitudes. The values are the same in any layout. Those
-    of `frozen` adapters are their own.
+    Every parameter has its own random stream, so that the values are the same in any layout. DoRA's first magnitudes
+    are the row norms of the weights of `base`. `frozen` adapters have their values already.
     """
 
     def __init__(
@@ -304,7 +323,7 @@ class MergedTensors:
     """A `TensorSource` of merged weights: those of `base` with the updates of `adapters`, which `factors` has.
 
     A weight is merged in a wider dtype and rounded once, to the dtype that is asked for. `errors` has what that lost,
-    by name (`rounding_error`). Parameters that `factors` has besides (modules_to_save) replace those of `base`.
+    by name (`rounding_error`). Other parameters in `factors` (modules_to_save) replace those of `base`.
     """
 
     def __init__(
@@ -343,7 +362,7 @@ class MergedTensors:
         )
 
     def _factors(self, adapter: LoraAdapter, linear: str, rows: slice, width: int, dtype: torch.dtype) -> LoraFactors:
-        """Those of some rows of a linear."""
+        """The factors of some rows of a linear."""
         meta = nn.Linear(width, rows.stop - rows.start, bias=False, dtype=dtype, device="meta")
         factors = LoraFactors(meta, adapter.linears[linear], 0.0, adapter.use_dora).to_empty(device="cpu")
         for kind, parameter in factors.named_parameters():

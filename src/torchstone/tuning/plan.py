@@ -24,7 +24,7 @@ from torchstone.tuning.lora import (
     split_parameter_name,
 )
 from torchstone.tuning.osft import OSFT_Z, InitialOsft, VectorSource, add_osft
-from torchstone.tuning.quantize import parse_quantization, quantize_linears
+from torchstone.tuning.quantize import DequantizedTensors, parse_quantization, quantize_linears
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -33,11 +33,11 @@ Shapes = Mapping[str, Sequence[int]]
 class TuningPlan:
     """Parts that `LoraPlan` and `OsftPlan` share."""
 
-    # Parameters of the model itself that are trained.
+    # The parameters of the model itself that are trained.
     trained_parameters: frozenset[str]
-    # What has been trained before.
+    # The values of what earlier steps or another run have trained.
     values: NamedTensors | None
-    # The name of the model, for the checkpoint, and what tells its weights from others.
+    # The name of the model, which checkpoints record, and the fingerprint of its weights.
     base: str
     base_fingerprint: str
 
@@ -46,7 +46,7 @@ class TuningPlan:
         raise NotImplementedError
 
     def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
-        """The first values of the factors. `base`: has the model's weights, of these `shapes`."""
+        """The first values of the factors. `base` has the model's weights; `shapes` are their shapes."""
         raise NotImplementedError
 
     def trains_factor(self, name: str) -> bool:
@@ -69,11 +69,11 @@ class TuningPlan:
                 parameter.data = parameter.data.to(frozen_dtype)
 
     def is_trained(self, name: str) -> bool:
-        """Whether the parameter `name` is."""
+        """Whether the parameter `name` is trained."""
         return self.trains_factor(name) if is_adapter_parameter(name) else name in self.trained_parameters
 
     def is_saved(self, name: str) -> bool:
-        """Whether checkpoints have the parameter `name`, and in the dtype of what is trained."""
+        """Whether checkpoints have the parameter `name`. It then has the dtype of what is trained."""
         return self.is_trained(name)
 
     def has_value(self, name: str) -> bool:
@@ -85,7 +85,7 @@ class TuningPlan:
             parameter.requires_grad_(self.is_trained(name))
 
     def tensors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
-        """Those of the model and its factors. `base`: has the model's, of these `shapes`."""
+        """The tensors of the model and its factors. `base` has those of the model; `shapes` are their shapes."""
         return _TunedTensors(self, base, shapes)
 
     def _count(self, names: Iterable[str], shapes: Shapes) -> int:
@@ -108,7 +108,7 @@ class _TunedTensors:
 
 @dataclass(frozen=True)
 class LoraPlan(TuningPlan):
-    """`adapter`: the one that is trained; a new one is drawn from `seed`. `frozen`: others that are active.
+    """`adapter` is the one that is trained; a new one is drawn from `seed`. `frozen` has the other active ones.
 
     `trained_parameters` are PEFT's modules_to_save.
     """
@@ -116,9 +116,10 @@ class LoraPlan(TuningPlan):
     adapter: LoraAdapter
     frozen: tuple[AdapterTensors, ...] = ()
     seed: int = 0
-    # Linears that are kept in fewer bits, and how (`format_quantization`).
+    # The linears that are kept in fewer bits, and how they are quantized (see `format_quantization`).
     quantized: frozenset[str] = frozenset()
     base_quantization: str | None = None
+    warnings: tuple[str, ...] = ()
 
     def add_to(self, module: nn.Module) -> None:
         for adapter in (self.adapter, *(tensors.adapter for tensors in self.frozen)):
@@ -132,6 +133,9 @@ class LoraPlan(TuningPlan):
             quantize_linears(decoder, self.quantized, *parse_quantization(self.base_quantization))
 
     def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
+        if self.base_quantization is not None:
+            # DoRA's first magnitudes are the row norms of the weights that are multiplied.
+            base = DequantizedTensors(base, self.quantized, shapes, *parse_quantization(self.base_quantization))
         return InitialFactors(base, shapes, self.seed, self.frozen)
 
     def trains_factor(self, name: str) -> bool:

@@ -27,7 +27,7 @@ from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.tensors import TensorSource
 
 Quantization = Literal["nf4", "int8"]
-# QLoRA's: elements that share a scale, and scales that share one.
+# As in QLoRA: this many elements share a scale, and this many scales share one.
 BLOCK, SCALE_BLOCK = 64, 256
 INT8_MAX = 127
 
@@ -186,28 +186,28 @@ def quantize_loaded(module: nn.Module, names: Collection[str], quantization: Qua
 
 
 class DequantizedTensors:
-    """A `TensorSource` of the model that was trained: `base` with the weights `names` quantized and dequantized."""
+    """A `TensorSource` of the model that was trained: `base` with `linears` quantized and dequantized."""
 
     def __init__(
         self,
         base: TensorSource,
-        names: Collection[str],
-        shapes: Mapping[str, tuple[int, ...]],
+        linears: Collection[str],
+        shapes: Mapping[str, Sequence[int]],
         quantization: Quantization,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: the one that was computed in. `shapes`: of the base's parameters."""
-        self.base, self.names, self.shapes = base, names, shapes
+        """`dtype` is the one that the run computed in. `shapes` are those of the base's parameters."""
+        self.base, self.linears, self.shapes = base, frozenset(linears), shapes
         self.quantization, self.dtype = quantization, dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.shapes[name])
 
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
-        if name not in self.names:
+        if name.removesuffix(".weight") not in self.linears:
             self.base.read_into(name, target, offset)
             return
-        weight = torch.empty(self.shapes[name], dtype=self.dtype)
+        weight = torch.empty(tuple(self.shapes[name]), dtype=self.dtype)
         self.base.read_into(name, weight, (0, 0))
         rows, columns = self.shapes[name]
         whole = dequantize(self.quantization, quantize(self.quantization, weight), (rows, columns), self.dtype)
