@@ -156,7 +156,7 @@ def load_unmerged(folder: Path, execution: ExecutionOptions = DEFAULT_EXECUTION)
     execution = replace(execution, implementation="native" if is_native else "fallback")
     if is_osft_folder(folder):
         osft, values = read_osft_config(folder), open_osft(folder)
-        base = resolve_model_folder(osft.base_model_name_or_path)
+        base = tuned_model_folder(folder)
         info = read_base_model_info(base, execution)
         trained = frozenset(name for name in values.names if not is_adapter_parameter(name))
         vectors = SingularVectors(info.source, info.shapes, info.fingerprint)

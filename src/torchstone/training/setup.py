@@ -313,7 +313,7 @@ def quantized_parameter_count(config: Config, folder: Path, execution: Execution
     if config.tuning.quantize_base == "none" or fallback_reason(folder, execution) is not None:
         return 0
     shapes = decoder_shapes(read_model_config(folder)[2])
-    return sum(math.prod(shapes[name]) for name in block_linears(shapes))
+    return sum(math.prod(shapes[f"{linear}.weight"]) for linear in block_linears(shapes))
 
 
 def check_state_memory(
