@@ -1,7 +1,7 @@
 """Does fine-tuning on a second task forget the first? Full fine-tuning against OSFT, on a CPU, in minutes.
 
-    python benchmarks/continual.py                       three seeds, writes the figure of the README
-    python benchmarks/continual.py --seeds 1 --steps 40  a quick look
+    python benchmarks/continual.py --plot docs/continual.png   three seeds: the figure of the README
+    python benchmarks/continual.py --seeds 1 --steps 40        a quick look
 
 A model is pretrained on the demo's corpus and fine-tuned on task A (letters of words, `demo:chat`). Then each arm
 fine-tunes it on task B (digits of numbers, `demo:numbers`) alone, and both tasks are watched as validation sets. Right
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "osft 0.25": {"tuning.method": "osft", "tuning.unfreeze_rank_ratio": 0.25},
 }
 LEARNING_RATES = {"full": (2e-4, 5e-4, 2e-3), "osft 0.25": (1e-3, 2e-3, 4e-3)}
+# Of the preset demo-chat.
+TASK_A_LEARNING_RATE = 2e-3
 VALIDATIONS = 12
 
 
@@ -88,7 +90,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = []
         for task in TASKS:
             values = [run[task] for run in runs]
-            cells.append(f"{statistics.mean(values):.0%} ({min(values):.0%} to {max(values):.0%})")
+            cells.append(f"{mean(values):.0%} ({min(values):.0%} to {max(values):.0%})")
         rows.append(f"| {arm} | {'' if lr is None else f'{lr:g}'} | {cells[0]} | {cells[1]} |")
     return "\n".join(rows)
 
@@ -102,13 +104,21 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6))
     for arm, marker in zip(ARMS, ("o", "s"), strict=True):
         runs = [result for result in results if result["arm"] == arm]
-        axes[0].plot([run["b"] for run in runs], [run["a"] for run in runs], marker, label=arm, alpha=0.7)
-        for number, run in enumerate(runs):
+        (points,) = axes[0].plot([run["b"] for run in runs], [run["a"] for run in runs], marker, alpha=0.3)
+        color = points.get_color()
+        means = {
+            lr: [mean(run[task] for run in runs if run["lr"] == lr) for task in "ba"] for lr in LEARNING_RATES[arm]
+        }
+        axes[0].plot(*zip(*means.values(), strict=True), f"-{marker}", color=color, label=arm)
+        for lr, point in means.items():
+            axes[0].annotate(f"{lr:g}", point, (-6, -12), textcoords="offset points", ha="right", color=color)
+        for number, run in enumerate(run for run in runs if run["lr"] == TASK_A_LEARNING_RATE):
             steps, losses = zip(*run["curves"]["a"], strict=True)
-            color = axes[0].lines[-1].get_color()
-            axes[1].plot(steps, losses, color=color, alpha=0.5, label=arm if number == 0 else None)
-    axes[0].set(xlabel="task B, right answers", ylabel="task A, right answers", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+            axes[1].plot(steps, losses, color=color, label=arm if number == 0 else None)
+    axes[0].set(xlabel="task B, right answers", ylabel="task A, right answers", xlim=(0.48, 1.02), ylim=(-0.02, 1.02))
+    axes[0].set_title("after task B, by learning rate", fontsize=10)
     axes[1].set(xlabel="step of training on task B", ylabel="validation loss of task A", yscale="log")
+    axes[1].set_title(f"at a learning rate of {TASK_A_LEARNING_RATE:g}", fontsize=10)
     for axis in axes:
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
