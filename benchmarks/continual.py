@@ -106,9 +106,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         runs = [result for result in results if result["arm"] == arm]
         (points,) = axes[0].plot([run["b"] for run in runs], [run["a"] for run in runs], marker, alpha=0.3)
         color = points.get_color()
-        means = {
-            lr: [mean(run[task] for run in runs if run["lr"] == lr) for task in "ba"] for lr in LEARNING_RATES[arm]
-        }
+        rates = LEARNING_RATES[arm]
+        means = {lr: [mean(run[task] for run in runs if run["lr"] == lr) for task in ("b", "a")] for lr in rates}
         axes[0].plot(*zip(*means.values(), strict=True), f"-{marker}", color=color, label=arm)
         for lr, point in means.items():
             axes[0].annotate(f"{lr:g}", point, (-6, -12), textcoords="offset points", ha="right", color=color)
