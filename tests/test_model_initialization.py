@@ -599,12 +599,16 @@ def test_a_misspelled_config_key_is_warned_about(tmp_path: Path, changes: dict[s
     assert load_model(folder, CPU).warnings == [f"config.json: {warning}" for warning in warnings]
 
 
-def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compile_without_a_compiler_is_refused(tmp_path: Path) -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "no-such-compiler")))
-    with pytest.raises(UsageError, match=r"model\.compile needs a C\+\+ compiler on a CPU"):
-        check_model_folder(make_llama(tmp_path / "model"), CPU, torch.float32, ExecutionOptions(compile="block"))
+    folder, execution = make_llama(tmp_path / "model"), ExecutionOptions(compile="block")
+    # monkeypatch would remove the key at the end.
+    with (
+        config.patch({"cpp.cxx": (None, str(tmp_path / "no-such-compiler"))}),
+        pytest.raises(UsageError, match=r"model\.compile needs a C\+\+ compiler on a CPU"),
+    ):
+        check_model_folder(folder, CPU, torch.float32, execution)
 
 
 class TestOrthogonalSubspace:
