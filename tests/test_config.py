@@ -351,9 +351,11 @@ class TestOtherNames:
             key, _, values = setting.partition(" ")
             if key not in launch_flags:
                 assert key in field_types(), setting
-                validation = {"data.validation_split": 0.1}
+                needed = MINIMAL | {"data.validation_split": 0.1}
+                if key == "tuning.quantize_base":
+                    needed = TUNED | {"tuning.method": "lora"}
                 for value in values.split("|") if values else ():
-                    load_config(overrides=MINIMAL | validation | {key: value})
+                    load_config(overrides=needed | {key: value})
 
     @pytest.mark.parametrize(
         ("name", "value", "expected"),
@@ -371,7 +373,9 @@ class TestOtherNames:
             ("fp16", True, "fp16 is not in this version; --training.precision bf16"),
             ("fp16", False, "leave it out: fp16 is not in this version"),
             ("torch_compile", 0, "in Torchstone this is --model.compile none"),
-            ("load_in_8bit", False, "leave it out: quantized base models are not"),
+            ("load_in_8bit", False, "in Torchstone this is --tuning.quantize_base none"),
+            ("tuning.load_in_4bit", True, "in Torchstone this is --tuning.quantize_base nf4"),
+            ("tuning.r", 8, "in Torchstone this is --tuning.lora_rank"),
             ("adam_beta1", 0, "in Torchstone this is --optim.betas 0.9,0.95"),
             ("eval_strategy", "no", "leave it out: --training.validate_every_steps N or"),
             ("per_device_batch_size", 4, "in Torchstone this is --training.batch_size"),
@@ -389,6 +393,11 @@ class TestOtherNames:
         text = error_text(**{name.replace(".", "__"): value})
         assert f"\n  {expected}" in text
         assert "did you mean" not in text
+
+
+@pytest.mark.parametrize("name", ["lora_rnak", "lora_dropuot", "lora_alphas", "lora_rslra"])
+def test_a_misspelled_key_of_lora_is_answered_with_the_closest_one(name: str) -> None:
+    assert f"did you mean 'tuning.{name[:6]}" in error_text(**{f"tuning__{name}": 1})
 
 
 class TestFineTuningDefaults:

@@ -422,21 +422,30 @@ class TestRuns:
             with pytest.raises(CheckpointError, match="trained on other weights"):
                 use()
 
-    def test_an_adapter_is_continued(self, lora_settings: Settings, base_run: Path, tmp_path: Path) -> None:
+    def test_an_adapter_is_continued(
+        self, lora_settings: Settings, base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         # The head is tied. PEFT trains copies of both modules, which are equal at the start.
         load_peft(base_run, modules_to_save=["embed_tokens", "lm_head"]).save_pretrained(tmp_path / "theirs")
         values = lora_settings(training__max_steps=1, optim__learning_rate=0.0, optim__warmup_ratio=0.0)
         values |= {"tuning.adapter": str(tmp_path / "theirs"), "tuning.lora_rank": 16}
-        checkpoint = api.train(overrides=values).checkpoint
+        checkpoint = api.train(overrides=values | {"observe.console": "lines"}).checkpoint
         assert checkpoint is not None
+        assert f"continuing the adapter {tmp_path / 'theirs'}, with its own rank, alpha" in capsys.readouterr().err
         theirs, ours = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "theirs", checkpoint))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         # What a run started with is a part of it.
         more = values | {"training.max_steps": 2}
         with pytest.raises(CheckpointError, match="tuning.frozen_adapters None is now {'style': "):
             api.train(overrides=more | {"tuning.frozen_adapters": f"style={tmp_path / 'theirs'}"})
-        with pytest.raises(CheckpointError, match=r"tuning.adapter .* is now None"):
+        with pytest.raises(CheckpointError, match=r"tuning.adapter .* is now None") as caught:
             api.train(overrides={key: value for key, value in more.items() if key != "tuning.adapter"})
+        # Following the hint works; a run of another kind would merge it.
+        assert f"in a new run: --tuning.adapter {checkpoint} --model.path MODEL --output-dir" in str(caught.value)
+        full = {"tuning.method": "full", "model.path": str(checkpoint), "output_dir": str(tmp_path / "full")}
+        common = {key: value for key, value in values.items() if not key.startswith("tuning.")}
+        api.train(overrides=common | full | {"observe.console": "lines"})
+        assert f"{checkpoint} has only what was tuned of {base_run}: both are merged" in capsys.readouterr().err
 
     @pytest.mark.parametrize("processes", [1, 2])
     def test_frozen_adapters_are_active(
@@ -561,9 +570,9 @@ def test_a_wrong_merge_is_not_verified(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tuning.lora_targets": ["q_proj", "w_proj"]}, "the model has no module w_proj"),
+        ({"tuning.lora_targets": ["q_proj", "w_proj"]}, "w_proj selects nothing"),
         ({"tuning.lora_targets": ["(q_proj"]}, "is not a regular expression"),
-        ({"tuning.modules_to_save": ["classifier"]}, "the model has no module classifier"),
+        ({"tuning.modules_to_save": ["classifier"]}, "classifier selects nothing"),
         (
             {"tuning.modules_to_save": ["q_proj", "v_proj"], "tuning.lora_targets": ["q_proj"]},
             "tuning.modules_to_save trains all of tuning.lora_targets as they are",
@@ -627,8 +636,8 @@ def test_a_model_without_linears_is_refused(settings: Settings, tmp_path: Path) 
         ({}, {"init_lora_weights": "pissa"}, "has changed the weights of the base model"),
         ({}, {"use_dora": True}, "lacks a factor"),
         ({"modules_to_save": ["embed_tokens"]}, {}, "embedding and head of the adapter differ"),
-        ({"target_modules": ["q_proj", "lm_head"]}, {}, "the adapter has factors of lm_head, but only linears of the"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, {}, "has factors of model.embed_tokens, but only linears of"),
+        ({"target_modules": ["q_proj", "lm_head"]}, {}, "the adapter has factors of lm_head, but the blocks of"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, {}, "has factors of model.embed_tokens, but the blocks of"),
     ],
 )
 def test_adapters_that_cannot_be_read(
@@ -639,6 +648,15 @@ def test_adapters_that_cannot_be_read(
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises((UsageError, CheckpointError), match=message):
         open_peft_adapter(base_run, tmp_path / "theirs")
+
+
+def test_values_that_are_not_finite_are_refused(base_run: Path, tmp_path: Path) -> None:
+    load_peft(base_run).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    tensors[next(iter(tensors))][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 tensors have NaN or infinite values\n  base_model\.model\."):
+        open_peft_adapter(base_run, tmp_path)
 
 
 def test_the_head_of_the_fallback_has_no_factors(tmp_path: Path) -> None:

@@ -169,11 +169,12 @@ def train_on_rank(values: dict[str, Any]) -> None:
 
 class TestRuns:
     def test_an_adapter_is_merged_into_what_was_trained(
-        self, lora_settings: Settings, base_run: Path, tmp_path: Path
+        self, lora_settings: Settings, base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Not into the weights of the files."""
-        checkpoint = api.train(overrides=lora_settings()).checkpoint
+        checkpoint = api.train(overrides=lora_settings() | {"observe.console": "lines"}).checkpoint
         assert checkpoint is not None
+        assert "what is frozen is in float32, the linears of the blocks in nf4" in capsys.readouterr().err
         adapter = api.export(checkpoint, tmp_path / "adapter")
         assert adapter["verified"]
         merged = api.export(checkpoint, tmp_path / "merged", merge=True)

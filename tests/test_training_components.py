@@ -291,6 +291,9 @@ class TestSchedule:
 
     def test_a_run_too_short_for_its_schedule_warns(self) -> None:
         assert "within its 6 steps of warm-up" in schedule_warnings(5, OptimConfig(warmup_steps=6))[0]
+        expected = ["the run ends after 1 step, within its 50 steps of warm-up"]
+        assert schedule_warnings(1, OptimConfig(warmup_steps=50)) == expected
+        assert schedule_warnings(1, OptimConfig(warmup_steps=1)) == []
         short = OptimConfig(learning_rate=1.0, warmup_steps=6, schedule="wsd", decay_steps=6)
         assert "right after warm-up" in schedule_warnings(10, short)[0]
         assert [lr_at_step(step, 10, short) for step in (5, 6, 8)] == pytest.approx([1.0, 1.0, 0.5])

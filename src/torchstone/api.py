@@ -109,6 +109,7 @@ from torchstone.training.setup import (
     tokenizer_path,
 )
 from torchstone.training.stop import handle_stop_signals
+from torchstone.tuning.plan import LoraPlan
 
 # Default maximum row length for evaluation; a model with fewer positions lowers it.
 EVALUATION_LENGTH = 1024
@@ -705,6 +706,8 @@ def _trained_text(model: Model, precision: str) -> str:
     counts = model.tuning.count_parameters(shapes)
     kinds = ", ".join(f"{kind} {_millions(count)}" for kind, count in counts.items())
     frozen = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
+    if isinstance(model.tuning, LoraPlan) and model.tuning.base_quantization is not None:
+        frozen = f"{frozen}, the linears of the blocks in {model.tuning.base_quantization.partition('/')[0]}"
     return (
         f"{_millions(sum(counts.values()))} parameters in {PRECISION_TEXTS[precision]}: {kinds}; of the model's "
         f"{_millions(model.parameter_count)}, what is frozen is in {frozen}"

@@ -235,6 +235,9 @@ def _read_adapter(
     if HEAD not in shapes and saved.keys() & {EMBEDDING, HEAD}:
         _check_tied_head(folder, saved, bool(config.get("ensure_weight_tying")))
     wrong = [name for name, tensor in saved.items() if tuple(tensor.shape) != shapes[name]]
+    damaged = [key for key, tensor in file.tensors.items() if not tensor.isfinite().all()]
+    if damaged:
+        raise CheckpointError(f"{folder}: {len(damaged)} tensors have NaN or infinite values", list_modules(damaged))
     if unknown or wrong or not factors:
         problem = "has no factors" if not factors else "does not fit the model"
         raise CheckpointError(f"{folder}: the adapter {problem}", list_names(unknown=unknown, shape=wrong) or None)
@@ -252,10 +255,10 @@ def _check_targets(folder: Path, keys: Iterable[str], names: WeightNames, traina
             others[module] = None
     if others:
         raise UsageError(
-            f"{folder}: the adapter has factors of {list_modules(list(others))}, but only linears of the blocks can "
-            "have some here",
-            "merge it in PEFT first (merge_and_unload), and use the result as the model; to train the embedding or the "
-            "head: --tuning.modules_to_save",
+            f"{folder}: the adapter has factors of {list_modules(list(others))}, but the blocks of this model have no "
+            "such linears",
+            "use the model that it was trained on; if it has factors of the embedding or the head, merge it in PEFT "
+            "first (merge_and_unload), or train these with --tuning.modules_to_save",
         )
 
 

@@ -51,7 +51,7 @@ from torchstone.checkpoint.transformers_folder import read_hf_config
 from torchstone.checkpoint.weight_files import hf_tensors, weight_file_paths, write_weights
 from torchstone.checkpoint.weight_names import LLAMA, WEIGHT_NAMES
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
 from torchstone.tuning.lora import AdapterTensors, MergedTensors
@@ -150,7 +150,11 @@ def _with_base(folder: Path, base: str) -> Iterator[Path]:
                 write_json(copy / file.name, read_json(file) | changed)
             elif file.name != MANIFEST:
                 (copy / file.name).symlink_to(file.resolve())
-        yield copy
+        try:
+            yield copy
+        except TorchstoneError as error:
+            error.message = error.message.replace(str(copy), str(folder))
+            raise
 
 
 def _merge_report(errors: dict[str, float]) -> dict[str, Any]:

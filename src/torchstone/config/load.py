@@ -264,7 +264,10 @@ def explain_name(name: str, value: Any = None, given: Collection[str] = ()) -> s
     name = name.replace("-", "_")
     section, _, leaf = name.rpartition(".")
     is_off = str(value).lower() in OFF_WORDS
-    names = (leaf, leaf.partition("_")[0], "" if section in SECTION_HELP else section)
+    # tuning.lora_rnak is a misspelled key, not the LoRA of another trainer.
+    prefix = leaf.partition("_")[0]
+    is_ours = any(key.startswith(f"{section}.{prefix}_") for key in field_types())
+    names = (leaf, "" if is_ours else prefix, "" if section in SECTION_HELP else section)
     explanation = next((EXPLANATIONS[known] for known in names if known in EXPLANATIONS), None)
     if explanation is not None and leaf not in OTHER_NAMES:
         return f"leave it out: {explanation}" if is_off else explanation

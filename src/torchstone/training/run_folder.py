@@ -188,5 +188,9 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
         raise CheckpointError(
             f"{checkpoint} was saved by a run with other settings: {'; '.join(changes)}",
             "use the settings of the run to resume it; to continue from its weights in a new run: "
-            f"--model.path {checkpoint} --output-dir NEW",
+            + (
+                f"--tuning.adapter {checkpoint} --model.path MODEL --output-dir NEW"
+                if saved["tuning.method"] == current["tuning.method"] == "lora"
+                else f"--model.path {checkpoint} --output-dir NEW"
+            ),
         )

@@ -76,7 +76,7 @@ from torchstone.training.run_folder import check_identity, run_identity, warn_ab
 from torchstone.training.sample_text import choose_prompts
 from torchstone.training.schedule import check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
-from torchstone.training.tuning import build_projection, decompose, plan_tuning
+from torchstone.training.tuning import build_projection, decompose, plan_tuning, tuning_notes
 from torchstone.tuning.lora import LORA_B
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
 from torchstone.tuning.quantize import bytes_per_weight
@@ -101,6 +101,9 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
     tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint, execution)
+    if model_folder is not None and checkpoint is None:
+        for note in tuning_notes(config, model_folder):
+            console.info(note)
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, data_console, ctx, pad_to_buckets=device.type == "cuda")
     identity = run_identity(config, data)

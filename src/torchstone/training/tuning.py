@@ -11,7 +11,7 @@ from torch import nn
 
 from torchstone import hub
 from torchstone.checkpoint.adapter_folder import check_base, is_adapter_folder, open_adapter
-from torchstone.checkpoint.load import is_tuned_folder, resolve_model_folder
+from torchstone.checkpoint.load import is_tuned_folder, recorded_base, resolve_model_folder
 from torchstone.checkpoint.model_folder import BaseModelInfo, fallback_reason, read_base_model_info
 from torchstone.checkpoint.osft_folder import UNUSED_DAYS, SingularVectors, open_osft, read_osft_config
 from torchstone.config.schema import Config, TuningConfig
@@ -49,6 +49,16 @@ def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: 
         return None
     plan = _plan_lora if config.tuning.method == "lora" else _plan_osft
     return plan(config, base, checkpoint, execution)
+
+
+def tuning_notes(config: Config, base: Path) -> list[str]:
+    """What a new run says about earlier tuning: of its model, and of the adapter that it continues."""
+    notes = []
+    if is_tuned_folder(base):
+        notes.append(f"{base} has only what was tuned of {recorded_base(base)}: both are merged")
+    if config.tuning.adapter is not None:
+        notes.append(f"continuing the adapter {config.tuning.adapter}, with its own rank, alpha, dropout and targets")
+    return notes
 
 
 def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> LoraPlan:

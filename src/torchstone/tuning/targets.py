@@ -12,7 +12,7 @@ PATTERN_CHARACTERS = frozenset("*+?[](){}|^$\\")
 
 
 def match_modules(key: str, targets: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """Those of `modules` that `targets` names. A target that names none is an error of the setting `key`."""
+    """The `modules` that `targets` selects. A target that selects none is an error of the setting `key`."""
     modules = list(modules)
     if list(targets) == [ALL_LINEAR]:
         return modules
@@ -23,7 +23,7 @@ def match_modules(key: str, targets: Sequence[str], modules: Iterable[str]) -> l
         selected |= matches
     if unknown:
         ends = dict.fromkeys(module.rpartition(".")[2] for module in modules)
-        raise UsageError(f"{key}: the model has no module {', '.join(unknown)}", f"it has {', '.join(ends)}")
+        raise UsageError(f"{key}: {', '.join(unknown)} selects nothing", f"it can select {', '.join(ends)}")
     return [module for module in modules if module in selected]
 
 
