@@ -101,9 +101,6 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
     tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint, execution)
-    if model_folder is not None and checkpoint is None:
-        for note in tuning_notes(config, model_folder):
-            console.info(note)
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, data_console, ctx, pad_to_buckets=device.type == "cuda")
     identity = run_identity(config, data)
@@ -160,7 +157,10 @@ def _model_folder(config: Config, checkpoint: Path | None, ctx: ParallelContext,
         # If model.path is a run, it may have a newer checkpoint by now.
         recorded = recorded_base(checkpoint)
         path = recorded if recorded and Path(recorded).is_dir() else path
-    return resolve_model_folder(path, ctx, console.warn)
+    folder = resolve_model_folder(path, ctx, console.warn)
+    for note in [] if checkpoint is not None else tuning_notes(config, folder):
+        console.info(note)
+    return folder
 
 
 def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: Path | None) -> dict[str, Any]:
