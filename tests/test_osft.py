@@ -734,6 +734,8 @@ class TestBaseModels:
         source, target = values["output_dir"], tmp_path / "model"
         with pytest.raises(UsageError, match=r"which does not exist\n.*torchstone export .* NEW --base FOLDER"):
             api.export(source, target)
+        more = values | {"model.path": str(tmp_path / "moved"), "training.max_steps": 3}
+        assert api.train(overrides=more | {"output_dir": shutil.copytree(source, tmp_path / "copy")}).step == 3
         merge = ["--merge"] if method == "lora" else []
         code, text, error = torchstone("export", source, target, "--base", tmp_path / "moved", "--json", *merge)
         assert code == 0, error

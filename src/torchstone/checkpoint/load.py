@@ -119,15 +119,22 @@ def recorded_base(folder: Path) -> str | None:
     return base_name(read_adapter_config(folder))
 
 
+def has_moved_base(folder: Path) -> bool:
+    """Whether the model that an adapter, or a checkpoint of OSFT, was trained on is not where it was."""
+    name = recorded_base(folder) if is_tuned_folder(folder) else None
+    return name is not None and hub.parse_model(name) is None and not Path(name).expanduser().exists()
+
+
 def tuned_model_folder(folder: Path) -> Path:
     """The folder of that model."""
     name = recorded_base(folder)
     if not name:
         raise UsageError(f"{folder / CONFIG_FILE}: base_model_name_or_path is not set", "name the model there")
-    if hub.parse_model(name) is None and not Path(name).expanduser().exists():
+    if has_moved_base(folder):
         raise UsageError(
             f"{folder} was trained on the model {name}, which does not exist",
-            f"if it has moved, say where it is: torchstone export {folder} NEW --base FOLDER",
+            "if it has moved, say where it is: --model.path FOLDER to resume the run, or torchstone export "
+            f"{folder} NEW --base FOLDER",
         )
     return resolve_model_folder(name)
 

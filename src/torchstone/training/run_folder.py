@@ -16,7 +16,7 @@ import torch
 
 from torchstone import heartbeat
 from torchstone.atomic import lock_run_folder, open_without_following, read_json_or_empty
-from torchstone.checkpoint.load import CHECKPOINTS
+from torchstone.checkpoint.load import CHECKPOINTS, has_moved_base
 from torchstone.checkpoint.manifest import list_checkpoints, read_json, write_json
 from torchstone.checkpoint.save import STATE_FILE
 from torchstone.config.load import to_dict
@@ -179,6 +179,9 @@ def config_identity(config: Config) -> dict[str, Any]:
 def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path) -> None:
     # Older checkpoints do not have it.
     saved = {"tuning.method": "full"} | saved
+    if has_moved_base(checkpoint):
+        # Its fingerprint is compared instead, when it is opened.
+        saved["model.path"] = current["model.path"]
     changes = [
         f"{key} {saved.get(key)} is now {current[key]}" if key != "data" else DATA_CHANGED
         for key in current
