@@ -102,7 +102,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6))
-    for arm, marker in zip(ARMS, ("o", "s"), strict=True):
+    for arm, marker, label_at in zip(ARMS, ("o", "s"), ((-6, -12), (-6, 6)), strict=True):
         runs = [result for result in results if result["arm"] == arm]
         (points,) = axes[0].plot([run["b"] for run in runs], [run["a"] for run in runs], marker, alpha=0.3)
         color = points.get_color()
@@ -110,7 +110,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         means = {lr: [mean(run[task] for run in runs if run["lr"] == lr) for task in ("b", "a")] for lr in rates}
         axes[0].plot(*zip(*means.values(), strict=True), f"-{marker}", color=color, label=arm)
         for lr, point in means.items():
-            axes[0].annotate(f"{lr:g}", point, (-6, -12), textcoords="offset points", ha="right", color=color)
+            axes[0].annotate(f"{lr:g}", point, label_at, textcoords="offset points", ha="right", color=color)
         for number, run in enumerate(run for run in runs if run["lr"] == TASK_A_LEARNING_RATE):
             steps, losses = zip(*run["curves"]["a"], strict=True)
             axes[1].plot(steps, losses, color=color, label=arm if number == 0 else None)
