@@ -294,7 +294,6 @@ class TestWhereItIsShown:
             "model.recompute": "none",
             "model.compile": "none",
             "model.fused": "none",
-            "model.matmul": "blas",
         }
         capsys.readouterr()
         api.train(None, settings(training__max_steps=2, **lines))

@@ -481,7 +481,6 @@ class TestNotes:
             ({"model__family": "qwen3"}, "model.family is for a new model, but model.path loads an existing one"),
             ({"model__recompute": "selective"}, "model.recompute selective: only for the native decoder"),
             ({"model__fused": "qkv"}, "model.fused: only for the native decoder"),
-            ({"model__matmul": "onednn"}, "model.matmul onednn: only for the native decoder"),
             ({"model__compile": "block"}, "model.compile: only for the native decoder"),
             ({"model__attention": "flex"}, "the Transformers fallback supports only sdpa and eager"),
         ],

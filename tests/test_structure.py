@@ -41,7 +41,6 @@ PRIVATE_TORCH_NAMES = {
     ("torch._foreach_norm", "optim/clip.py"),
     ("torch._inductor.cpp_builder", "models/execution.py"),
     ("torch._inductor.exc", "models/execution.py"),
-    ("torch.ops.mkldnn._linear_pointwise", "models/onednn.py"),
 }
 # `import torchstone` imports the names of api on first use.
 LAZY = {("__init__", "api")}

@@ -125,10 +125,6 @@ class ModelConfig:
     compile: Literal["auto", "none", "block", "whole"] = "auto"
     """torch.compile of each block, or of the whole model; auto is block on a GPU unless the run is too short."""
 
-    matmul: Literal["auto", "blas", "onednn"] = "auto"
-    """What multiplies the linears in fp32 on a CPU: torch's BLAS, or oneDNN, which takes half the time on some CPUs and
-    differs in the last bits; auto is blas."""
-
     loss: Literal["auto", "full", "chunked"] = "auto"
     """Head and loss: with all logits in memory (full), or for one chunk of tokens at a time (chunked); auto is chunked
     on CUDA and full on a CPU."""
@@ -745,24 +741,6 @@ RULES = [
         lambda c: c.training.precision.startswith("fp8") and c.parallel.tp > 1,
         "training.precision {c.training.precision} does not work with parallel.tp, which shards the linears",
         "leave out parallel.tp (--parallel.dp_shard and --parallel.pp work), or use --training.precision bf16",
-    ),
-    Rule(
-        "model.matmul",
-        lambda c: c.model.matmul == "onednn" and c.parallel.tp > 1,
-        "model.matmul onednn does not work with parallel.tp, which shards the linears",
-        "leave out one of them (--parallel.dp_shard and --parallel.pp work)",
-    ),
-    Rule(
-        "model.matmul",
-        lambda c: c.model.matmul == "onednn" and (c.tuning.method == "osft" or c.tuning.quantize_base != "none"),
-        "model.matmul onednn does not work with OSFT or tuning.quantize_base, whose linears multiply in their own way",
-        "leave out model.matmul",
-    ),
-    Rule(
-        "model.matmul",
-        lambda c: c.model.matmul == "onednn" and c.model.compile in ("block", "whole"),
-        "model.matmul onednn does not work with model.compile: torch's compiler takes oneDNN only for constant weights",
-        "leave out one of them",
     ),
     Rule(
         "training.patience",

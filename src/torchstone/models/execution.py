@@ -33,12 +33,10 @@ from torchstone.models.attention import KVCache, choose_backend, mark_dynamic, s
 from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.decoder import Block, Decoder, DecoderConfig, Fusion, LayerInputs
 from torchstone.models.fp8 import Fp8Options
-from torchstone.models.onednn import check_onednn
 from torchstone.triton_support import triton_error
 
 Recompute = Literal["auto", "none", "elementwise", "selective", "full"]
 Compile = Literal["auto", "none", "block", "whole"]
-Matmul = Literal["auto", "blas", "onednn"]
 Loss = Literal["auto", "full", "chunked"]
 Implementation = Literal["auto", "native", "fallback"]
 # Kinds of layers x numbers of rows x (training, validation), and some to spare.
@@ -60,7 +58,6 @@ class ExecutionOptions:
     # Whether all rows have one length: compiling for it alone is faster than compiling for any.
     has_fixed_length: bool = False
     fused: tuple[Fusion, ...] = ()
-    matmul: Matmul = "auto"
     recompute: Recompute = "none"
     compile: Compile = "none"
     loss: Loss = "auto"
@@ -109,13 +106,6 @@ def choose_fused(execution: ExecutionOptions) -> Choice:
     if execution.fused:
         return Choice(",".join(execution.fused), AS_REQUESTED)
     return Choice("none", "no gain")
-
-
-def choose_matmul(execution: ExecutionOptions, device: torch.device, dtype: torch.dtype) -> Choice:
-    """Raises UsageError if oneDNN was requested and cannot be used."""
-    if execution.matmul == "onednn":
-        check_onednn(device, dtype)
-    return Choice("blas", "torch's own") if execution.matmul == "auto" else Choice(execution.matmul, AS_REQUESTED)
 
 
 def choose_attention(
@@ -185,7 +175,6 @@ def check_fallback_execution(execution: ExecutionOptions) -> None:
         f"model.recompute {execution.recompute}": execution.recompute in ("elementwise", "selective"),
         "model.compile": execution.compile in ("block", "whole"),
         "model.fused": bool(execution.fused),
-        "model.matmul onednn": execution.matmul == "onednn",
         # What a model does between its head and its logits (scales, soft caps, biases) is not known outside of it.
         "model.loss chunked": execution.loss == "chunked",
     }
@@ -341,7 +330,6 @@ MATMULS = (
     "aten::bmm",
     "aten::_scaled_mm",
     "torchstone::osft_linear",
-    "mkldnn::_linear_pointwise",
 )
 # The largest absolute value of a tensor: one number, for which all of them are read.
 FP8_SCALES = {torch.ops.aten.max.default}

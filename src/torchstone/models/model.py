@@ -29,7 +29,6 @@ from torchstone.models.execution import (
     choose_compile,
     choose_fused,
     choose_loss,
-    choose_matmul,
     choose_recompute,
     compile_decoder,
 )
@@ -382,7 +381,6 @@ def choose_execution(
         "model.recompute": choose_recompute(execution, compile_.value),
         "model.compile": compile_,
         "model.fused": choose_fused(execution),
-        "model.matmul": choose_matmul(execution, device, dtype),
     }
     return ExecutionPlan(choices, chunk_tokens, liger)
 

@@ -24,7 +24,6 @@ from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES
 from torchstone.models.fp8 import apply_fp8
 from torchstone.models.model import Model, NativeModel
-from torchstone.models.onednn import apply_onednn
 from torchstone.models.tensors import TensorSource
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, apply_fsdp, mixed_precision_policy
 from torchstone.parallel.local_shards import local_shards
@@ -73,8 +72,6 @@ class ModelBuilder:
     ) -> Decoder:
         with torch.device("meta"):
             decoder = Decoder(config, backend, execution.fused, layers).to(self.dtype)
-        if execution.matmul == "onednn":
-            apply_onednn(decoder)
         if execution.fp8 is not None:
             note = apply_fp8(decoder, execution.fp8, self.device)
             # Every pipeline stage of this process has the same.

@@ -26,8 +26,6 @@ from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.training.schedule import TrainingSchedule
 from torchstone.training.state import Progress
 
-PLAIN = {("model.fused", "none"), ("model.matmul", "blas")}
-
 
 def choose_precision(
     config: Config, device: torch.device, ctx: ParallelContext, saved_identity: dict[str, Any]
@@ -50,9 +48,11 @@ def with_precision(config: Config, precision: Choice) -> Config:
 
 
 def describe_choices(choices: Mapping[str, Choice]) -> list[str]:
-    """Each with the last part of its key, except those that are nothing but torch's own."""
+    """Each with the last part of its key. Projections that are not fused are not mentioned."""
     return [
-        f"{key.rpartition('.')[2]}: {choice}" for key, choice in choices.items() if (key, choice.value) not in PLAIN
+        f"{key.rpartition('.')[2]}: {choice}"
+        for key, choice in choices.items()
+        if (key, choice.value) != ("model.fused", "none")
     ]
 
 
@@ -92,7 +92,6 @@ def execution_options(config: Config, ctx: ParallelContext, device: torch.device
         attention=model.attention,
         packed=config.data.packing,
         fused=tuple(name for name in model.fused if name != "auto"),
-        matmul=model.matmul,
         recompute=model.recompute,
         compile=model.compile,
         loss=model.loss,
