@@ -318,7 +318,12 @@ def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text("open('executed', 'w')")
     command = [sys.executable, "-P", "-m", "torchstone", "train", "--preset", "debug", "--data.path", "no.jsonl"]
     result = subprocess.run(
-        [*command, "--nproc", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [*command, "--system.device", "cpu", "--nproc", "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (result.returncode, "data file no.jsonl does not exist" in result.stderr) == (2, True), result.stderr
     assert not (tmp_path / "executed").exists()
