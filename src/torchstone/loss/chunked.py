@@ -139,7 +139,10 @@ def _loss_sum(
     statistics_3N = torch.empty(3, len(labels_N), dtype=torch.float32, device=labels_N.device)
     # Aligned, which kernels prefer, whatever the vocabulary.
     stride = -(-len(weight_VD) // ALIGNMENT) * ALIGNMENT
-    logits_buffer = hidden_ND.new_empty(min(chunk_tokens, len(labels_N)), stride)[:, : len(weight_VD)]
+    padded_buffer = hidden_ND.new_empty(min(chunk_tokens, len(labels_N)), stride)
+    # oneDNN multiplies what is between two rows by zero (bf16, on a CPU with AMX), and NaN times zero is NaN.
+    padded_buffer[:, len(weight_VD) :] = 0
+    logits_buffer = padded_buffer[:, : len(weight_VD)]
     has_gradient = hidden_grad is not None or weight_grad is not None
     for start in range(0, len(labels_N), chunk_tokens):
         tokens = slice(start, start + chunk_tokens)
