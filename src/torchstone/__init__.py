@@ -29,12 +29,18 @@ _DATA_NAMES = [
     "batch_lengths_to_minibatches_lpt",
     "get_data_loader",
 ]
-__all__ = [*_API_NAMES, *_DATA_NAMES]
+_BATCHSIZE_NAMES = ["discover_batch_size"]
+_MODULES = (
+    dict.fromkeys(_API_NAMES, "torchstone.api")
+    | dict.fromkeys(_DATA_NAMES, "torchstone.data")
+    | dict.fromkeys(_BATCHSIZE_NAMES, "torchstone.batchsize.discover")
+)
+__all__ = [*_API_NAMES, *_DATA_NAMES, *_BATCHSIZE_NAMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module("torchstone.api" if name in _API_NAMES else "torchstone.data"), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'torchstone' has no attribute {name!r}")
 
 

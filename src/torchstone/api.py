@@ -9,6 +9,7 @@ Functions that end in `_with_config` take a validated `Config`.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchstone import heartbeat, hub
+from torchstone.batchsize.auto import DoesNotFitError, choose_micro_batch
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
@@ -73,6 +75,7 @@ from torchstone.parallel.build import stage_layer_ranges
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.mesh import (
     SINGLE_PROCESS,
+    ParallelContext,
     ParallelDims,
     init_distributed,
     is_distributed,
@@ -164,14 +167,14 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
         console = stack.enter_context(run_folder.open_console(config, ctx, device))
-        with translate_out_of_memory("loading the model", device, lambda: smaller_state_hint(config)):
-            run = build_run(config, console, device, ctx)
+        run = _build_run(config, console, device, ctx)
         if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
             step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
             reason = stopped or f"to continue it, set a later end: {_later_end(config.training, step)}"
             console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
             return TrainResult(step, run.checkpoint, None, None, stopped)
         console.open_log()
+        run = _choose_micro_batch(run)
         if ctx.is_main:
             run_folder.save_config(config, console)
         for line in _describe_run(run):
@@ -181,6 +184,32 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
             stack.callback(profiler.close)
             callbacks = [*callbacks, profiler]
         return train_loop(run, callbacks)
+
+
+def _build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext) -> Run:
+    with translate_out_of_memory("loading the model", device, lambda: smaller_state_hint(config)):
+        return build_run(config, console, device, ctx)
+
+
+def _choose_micro_batch(run: Run) -> Run:
+    """Finds the size of micro-batches, if wanted. If none fits and model.recompute is auto, builds the run again with
+    full recomputation."""
+    try:
+        choose_micro_batch(run)
+        return run
+    except DoesNotFitError as error:
+        config, console, device, ctx = run.config, run.console, run.device, run.ctx
+        if config.model.recompute != "auto" or run.model.choices["model.recompute"].value == "full":
+            raise
+        console.warn(f"{error.message}: trying again with --model.recompute full")
+        del run
+    config = replace(config, model=replace(config.model, recompute="full"))
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    run = _build_run(config, console, device, ctx)
+    choose_micro_batch(run)
+    return run
 
 
 def destroy_process_group() -> None:

@@ -16,13 +16,13 @@ import sys
 import tempfile
 import termios
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, CycloptsError, Parameter, convert, validators
@@ -68,6 +68,9 @@ NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=
 Switch = Annotated[bool, Parameter(negative="")]
 LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
+# Config keys with a flag of their own.
+FLAGS_OF_KEYS = {"observe.profile": "--profile", "auto_batch.enabled": "--auto-batch-size"}
+NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 MAX_TOKENS = Parameter(name=("--max-tokens", "--max-new-tokens"), validator=validators.Number(gte=1))
 MaxTokens = Annotated[int, MAX_TOKENS]
 
@@ -210,6 +213,7 @@ class Commands:
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         max_restarts: NonNegativeInt | None = None,
         profile: str | None = None,
+        auto_batch_size: bool | None = None,
         print_config: bool = False,
         help_keys: str | None = None,
     ) -> None:
@@ -223,6 +227,7 @@ class Commands:
             max_steps: Number of optimizer steps.
             max_restarts: How many times to restart the workers from the last checkpoint after a failure.
             profile: Steps to profile, such as 3 (after the first two) or 10-12: a trace and kernel times by kind.
+            auto_batch_size: Find the fastest micro-batch that fits; by default on a GPU if no size is set.
             print_config: Print the resolved config as JSON, and what `auto` means here on stderr, and stop.
             help_keys: List the config keys of a section (or of all) with their meanings and defaults, and stop.
         """
@@ -232,7 +237,8 @@ class Commands:
         if debug and preset not in (None, "debug"):
             raise UsageError(f"--debug means --preset debug, but --preset {preset} is given too")
         try:
-            resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps, profile=profile)
+            flags = {"observe.profile": profile, "auto_batch.enabled": auto_batch_size}
+            resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps, flags=flags)
         except UsageError as error:
             saved = Path(output_dir or "", "config.json")
             if config is None and preset is None and not self.config_flags and output_dir and saved.is_file():
@@ -622,14 +628,17 @@ class Commands:
         output_dir: str | None = None,
         max_steps: str | None = None,
         purpose: Purpose = "train",
-        profile: str | None = None,
+        flags: Mapping[str, Any] = NO_FLAGS,
     ) -> Config:
+        """`flags`: values of own flags, by config key; None for a flag that is not given."""
         overrides: list[tuple[str, Any]] = list(self.config_flags)
         overrides += [("output_dir", output_dir)] if output_dir is not None else []
         overrides += [("max_steps", max_steps)] if max_steps is not None else []
-        if profile is not None:
-            _check_same_settings(["--profile"], [key for key, _ in self.config_flags])
-            overrides.append(("observe.profile", profile))
+        given = [key.replace("-", "_") for key, _ in self.config_flags]
+        for key, value in flags.items():
+            if value is not None and key in given:
+                raise UsageError(f"{FLAGS_OF_KEYS[key]} and --{key} are the same setting", "give one of them")
+            overrides += [(key, value)] if value is not None else []
         return self.resolver(read_config_layers(config, preset, overrides), purpose)
 
     def _launch(self, config: Config, plan: LaunchPlan) -> None:

@@ -61,7 +61,10 @@ def _keys_of(section: str) -> list[tuple[str, str, str]]:
 
 def _choices(key: str) -> str:
     """The choices of a Literal key, empty for other keys. The help sentence of a list names its choices."""
-    types = [field_types()[key], *get_args(field_types()[key])]
+    types = [field_types()[key], *(type_ for type_ in get_args(field_types()[key]) if type_ is not type(None))]
+    if len(types) > 2 and get_origin(types[0]) is not Literal:
+        # A number, or a word that the help sentence explains.
+        return ""
     return ", ".join(value for type_ in types if get_origin(type_) is Literal for value in get_args(type_))
 
 

@@ -31,6 +31,7 @@ from torchstone.config.schema import (
     SECTION_HELP,
     Config,
     InvalidConfigError,
+    MemoryText,
     PathText,
     Purpose,
     Range,
@@ -376,7 +377,7 @@ def _suggest(key: str, value: Any) -> str:
     if section in sections:
         leaves = [name.split(".")[1] for name in field_types() if name.startswith(f"{section}.")]
         return f"{_did_you_mean(leaf, leaves)}the keys of {section!r} are {', '.join(leaves)}"
-    return f"{_did_you_mean(section, sorted(sections))}the sections are {', '.join(sorted(sections))}"
+    return f"{_did_you_mean(section, sorted(sections), cutoff=0.6)}the sections are {', '.join(sorted(sections))}"
 
 
 def _similar_value(key: str, value: Any, choices: Sequence[str]) -> str:
@@ -420,7 +421,7 @@ def _build(settings: dict[str, Setting]) -> Config:
 def _convert(value: Any, annotation: Any, key: str) -> Any:
     """Converts `value`, from a file or a command line, to the type of the field; raises UsageError if it cannot."""
     origin = get_origin(annotation)
-    if annotation == StepsText and isinstance(value, int | float):
+    if annotation in (StepsText, MemoryText) and isinstance(value, int | float):
         return str(value)
     if annotation == PathText:
         if not (name := _convert_plain(value, str, key)).strip():
@@ -464,6 +465,12 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
     if value is None or (isinstance(value, str) and value.lower() in NULL_WORDS):
         return None
     inner, *mappings = [choice for choice in get_args(annotation) if choice is not type(None)]
+    words = [word for choice in mappings if get_origin(choice) is Literal for word in get_args(choice)]
+    if words:
+        try:
+            return value if value in words else _convert(value, inner, key)
+        except UsageError as error:
+            raise UsageError(error.message, error.hint or f"use a number, or {', '.join(words)}") from None
     if get_origin(inner) is dict:
         mappings = [inner]
     if mappings and isinstance(value, str):

@@ -66,6 +66,8 @@ PathText = Annotated[str, "path"]
 SetName = Annotated[str, "name"]
 # A number, or a range such as 10-12.
 StepsText = Annotated[str, "steps"]
+# Bytes, with or without a unit, such as 6GiB.
+MemoryText = Annotated[str, "memory"]
 ZeroStage = Annotated[int, Range(1, 3)]
 ThreadCount = Annotated[int, Range(1, 1024)]
 WorkerCount = Annotated[int, Range(0, 256)]
@@ -221,14 +223,16 @@ class TrainingConfig:
     """Samples per optimizer step: rows of context_length for packed text, rows of the data otherwise; by default 32
     with model.path."""
 
-    batch_size: Size | None = None
-    """Rows per device and micro-step, except for packed conversations; by default 8 for text, 4 for conversations."""
+    batch_size: Size | Literal["auto"] | None = None
+    """Rows per device and micro-step, except for packed conversations; auto finds the fastest size that fits (see
+    auto_batch). By default auto on a GPU, and on a CPU 8 for text and 4 for conversations."""
 
     grad_accum_steps: Size | None = None
     """Micro-steps per optimizer step; by default derived from the batch sizes. If set, the global size is derived."""
 
     max_tokens_per_gpu: PositiveInt | None = None
-    """Tokens per device and micro-step for packed conversations; by default context_length."""
+    """Tokens per device and micro-step for packed conversations; by default found like batch_size on a GPU, and
+    context_length on a CPU."""
 
     seed: NonNegativeInt = 0
     """Seed of the initialization, the order of the data and the validation split."""
@@ -255,6 +259,11 @@ class TrainingConfig:
 
     patience: PositiveInt | None = None
     """Early stopping: end the run when n validations in a row have not improved on the best validation loss."""
+
+    @property
+    def micro_batch_rows(self) -> int | None:
+        """`batch_size` if it is a number."""
+        return self.batch_size if isinstance(self.batch_size, int) else None
 
 
 @dataclass(frozen=True)
@@ -392,6 +401,26 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class AutoBatchConfig:
+    enabled: bool | None = None
+    """Find the fastest micro-batch that fits, before the first step; by default on a GPU if training.batch_size,
+    max_tokens_per_gpu and grad_accum_steps are not set and the run is not too short. The global batch is the same."""
+
+    margin: Annotated[float, Range(0, 1, exclude_min=True)] = 0.85
+    """Share of the device's memory that a step may take."""
+
+    memory_limit: MemoryText | None = None
+    """Memory that a rank may take, such as 8GiB; by default what is free on its GPU, or on a CPU its share of the
+    machine's or container's free memory."""
+
+    cache: bool = True
+    """Keep what was measured in $TORCHSTONE_CACHE (by default ~/.cache/torchstone), for the next run of this kind."""
+
+    time_limit: Seconds = 120.0
+    """Seconds after which the search ends with the best size so far."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: PositiveInt | None = None
     """Save every n optimizer steps."""
@@ -476,6 +505,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    auto_batch: AutoBatchConfig = field(default_factory=AutoBatchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
@@ -494,6 +524,7 @@ SECTION_HELP = {
     "optim": "AdamW, Muon, learning-rate schedule, clipping",
     "tuning": "what is trained: everything, LoRA adapters, or a part of the linears (OSFT)",
     "parallel": "parallelism",
+    "auto_batch": "automatic size of micro-batches",
     "checkpoint": "saving and resuming",
     "observe": "console output",
     "system": "devices and timeouts",
@@ -566,6 +597,14 @@ def parse_steps(text: str) -> tuple[int | None, int] | None:
     return (first, last) if 1 <= (1 if first is None else first) <= last else None
 
 
+def parse_memory(text: str) -> int | None:
+    """The bytes of `6GiB`, `512 MiB`, `8GB` or a number of bytes; None if it is none of these."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None or (match[3] and not match[2]):
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+
+
 def resolve_save_minutes(checkpoint: CheckpointConfig) -> float | None:
     """The minutes between two checkpoints; None if the clock does not decide."""
     if checkpoint.every_minutes is not None:
@@ -617,6 +656,15 @@ def _mode_rules(mode: str) -> list[Rule]:
             f"add --{key} N",
         ),
     ]
+
+
+def _auto_batch_rule(name: str) -> Rule:
+    return Rule(
+        f"training.{name}",
+        lambda c: c.training.batch_size == "auto" and getattr(c.training, name) is not None,
+        f"training.{name} is set, but training.batch_size auto finds the size of micro-batches",
+        "leave out one of them; --training.global_batch_size sets the samples of a step",
+    )
 
 
 def _pipeline_rule(name: str, is_set: Callable[[ParallelConfig], bool]) -> Rule:
@@ -760,6 +808,19 @@ RULES = [
         lambda c: c.training.mode == "infinite" and c.optim.schedule != "constant",
         "training.mode infinite has no end, so optim.schedule {c.optim.schedule} cannot decay",
         "use --optim.schedule constant (warm-up still works)",
+    ),
+    Rule(
+        "auto_batch.enabled",
+        lambda c: c.auto_batch.enabled is False and c.training.batch_size == "auto",
+        "training.batch_size is auto, but auto_batch.enabled is false",
+        "leave out one of them",
+    ),
+    *(_auto_batch_rule(name) for name in ("max_tokens_per_gpu", "grad_accum_steps")),
+    Rule(
+        "auto_batch.memory_limit",
+        lambda c: c.auto_batch.memory_limit is not None and (parse_memory(c.auto_batch.memory_limit) or 0) < 2**20,
+        "auto_batch.memory_limit {c.auto_batch.memory_limit!r} is not a size in bytes of at least 1MiB",
+        "use a unit, such as --auto_batch.memory_limit 8GiB",
     ),
     _pipeline_rule("stages_per_rank", lambda p: p.stages_per_rank is not None),
     _pipeline_rule("stage_layers", lambda p: bool(p.stage_layers)),

@@ -74,7 +74,7 @@ def resolve_batch_sizes(
     """
     if shares_rows:
         return _shared_row_batch_sizes(training, context_length, dp, default_total)
-    rows = training.batch_size
+    rows = training.micro_batch_rows
     if training.max_tokens_per_gpu is not None:
         if rows is not None:
             raise UsageError(
@@ -117,7 +117,7 @@ def _shared_row_batch_sizes(
     training: TrainingConfig, context_length: int, dp: int, default_total: int | None
 ) -> BatchSizes:
     for key in ("batch_size", "grad_accum_steps"):
-        if getattr(training, key) is not None:
+        if getattr(training, key) not in (None, "auto"):
             raise UsageError(
                 f"training.{key} does not apply to packed conversations: training.max_tokens_per_gpu limits a "
                 "micro-batch, and the number of micro-batches is computed",

@@ -93,6 +93,17 @@ class RunData:
             return MixedSampler(self.sizes, self.weights, seed, shuffle, consumed_samples)
         return InfiniteSampler(len(self.train), seed, shuffle, consumed_samples)
 
+    def set_micro_batch(self, size: int, dp: int) -> None:
+        """Sets the rows of a micro-batch, or its tokens if conversations share rows. Steps keep their samples."""
+        if self.batch_sizes.micro_batch_tokens is not None:
+            self.batch_sizes = replace(self.batch_sizes, micro_batch_tokens=size)
+            if self.shapes.max_length is not None:
+                self.shapes = replace(self.shapes, max_length=size)
+            return
+        self.batch_sizes = replace(self.batch_sizes, micro_batch_rows=size)
+        if self.shapes.row_counts:
+            self.shapes = replace(self.shapes, row_counts=self.batch_sizes.row_counts(dp))
+
     def describe_mixture(self, samples: int) -> list[str]:
         """Lines about each source's share in a run of `samples` samples; none without weights."""
         if not self.weights:

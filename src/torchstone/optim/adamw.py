@@ -70,6 +70,11 @@ class AdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
         self._steps.clear()
 
+    def reset_state(self) -> None:
+        """Drops moments and step counts, as before the first step."""
+        self.state.clear()
+        self._steps.clear()
+
     def _update(self, group: dict[str, Any], parameters: list[nn.Parameter], coefficient: Tensor) -> None:
         from torchstone.optim.adamw_kernel import update
 

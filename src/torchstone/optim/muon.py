@@ -89,6 +89,10 @@ class Muon(torch.optim.Optimizer):
             self.step()
             self.adamw.update_copies()
 
+    def reset_state(self) -> None:
+        """As that of AdamW, whose state is a part of this one."""
+        self.adamw.reset_state()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()

@@ -140,6 +140,10 @@ class Pipeline:
         computed = math.prod(padded_shape(batches, self.mesh.size(), self.ctx.dims.tp))
         return computed - sum(batch.ids.numel() for batch in batches)
 
+    def forget_schedules(self) -> None:
+        """Frees the buffers of all shapes so far."""
+        self._schedules.clear()
+
     def _run(self, batches: Sequence[MicroBatch], packed: bool, is_training: bool) -> Tensor:
         # Copied first: the tensors of the loader are pinned, so that nothing waits for the device.
         batches = [batch.to(self.device) for batch in batches]

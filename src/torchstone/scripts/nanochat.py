@@ -34,8 +34,13 @@ FLAGS = {
     "total_batch_size": ("training.global_batch_size", "Tokens of text per step, a multiple of --max-seq-len."),
     "num_iterations": ("training.max_steps", "Number of optimizer steps."),
     "run": ("output_dir", "Name of the run: its folder is runs/NAME."),
+    "auto_batch_size": ("auto_batch.enabled", "Find the fastest --device-batch-size that fits, unless it is set."),
+    "batch_size_margin": ("auto_batch.margin", "Share of the memory that a step may then take; 0.85 by default."),
+    "batch_size_cache": ("auto_batch.cache", "Keep what was measured for the next run; true by default."),
 }
-UNSUPPORTED_FLAGS = ("auto_batch_size", "batch_size_margin", "batch_size_cache")
+SWITCHES = ("auto_batch_size", "batch_size_cache")
+# Unlike `torchstone train`, scripts have fixed sizes on a GPU as well.
+FIXED_SIZES = {"auto_batch.enabled": "false"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,9 @@ def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Config
         name = script.run_prefix + (depth.group() if depth else "")
     else:
         name = f"{script.run_prefix}-d{_new_model_depth(script, layers)}"
-    defaults = script.defaults | ({} if "data.path" in layers.values() else script.data_defaults)
+    is_auto = layers.values().get("training.batch_size") == "auto"
+    defaults = script.defaults | ({} if is_auto else FIXED_SIZES)
+    defaults |= {} if "data.path" in layers.values() else script.data_defaults
     defaults["output_dir"] = str(RUNS / name)
     config = resolve(layers, "train", defaults, f"the defaults of {script.name}")
     warning = script.check(config)
@@ -104,6 +111,9 @@ def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Config
 
 def check_rows_per_device(config: Config) -> str | None:
     """A warning if a device gets more rows than in pretraining: only that number is known to fit."""
+    if config.auto_batch.enabled or config.training.batch_size == "auto":
+        # What is found is measured.
+        return None
     path = Path(str(config.model.path)) / "config.json"
     try:
         training = read_config_file(path).values.get("training") if path.is_file() else None
@@ -112,7 +122,7 @@ def check_rows_per_device(config: Config) -> str | None:
     if not isinstance(training, dict):
         # A model that is not a run does not say how it was trained.
         return None
-    rows, previous = config.training.batch_size, training.get("batch_size")
+    rows, previous = config.training.micro_batch_rows, training.get("batch_size")
     previous = previous if isinstance(previous, int) else DEFAULT_TEXT_ROWS
     if (rows or DEFAULT_TEXT_ROWS) <= previous:
         return None
@@ -121,13 +131,8 @@ def check_rows_per_device(config: Config) -> str | None:
 
 
 def _split_args(args: list[str]) -> tuple[dict[str, str], list[str]]:
-    pairs, remaining = extract_script_flags(args, FLAGS, UNSUPPORTED_FLAGS)
-    flags = dict(pairs)
-    for name in UNSUPPORTED_FLAGS:
-        if name in flags:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag}: automatic batch size is not in this version", "use --device-batch-size N")
-    return flags, remaining
+    pairs, remaining = extract_script_flags(args, [name for name in FLAGS if name not in SWITCHES], SWITCHES)
+    return dict(pairs), remaining
 
 
 def _flag_keys(script: TrainingScript, flags: dict[str, str], layers: ConfigLayers) -> dict[str, str]:

@@ -20,6 +20,11 @@ from torchstone.parallel.runner import Runner
 
 # With bf16 weights and moments.
 SMALLER_PRECISION = {"auto": "bf16-pure", "fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
+# A container's limit and usage, in version 2 and 1 of the kernel's control groups.
+CGROUP_FILES = [
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+]
 WHAT_TO_TRY = (
     "try a lower --optim.learning_rate or a longer --optim.warmup_steps or, if it is not in fp32, a new run with "
     "--training.precision fp32"
@@ -82,12 +87,34 @@ def check_memory(needed: int, parameters: int, device: torch.device, hint: str) 
 def process_memory() -> int:
     """What a process may have of the memory and swap of this machine, or of its container; its ranks share them."""
     total = psutil.virtual_memory().total + psutil.swap_memory().total
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = Path(path).read_text().strip() if Path(path).is_file() else ""
-        total = min(total, int(limit)) if limit.isdecimal() else total
+    limits = [limit for file, _ in CGROUP_FILES if (limit := read_cgroup(file)) is not None]
+    total = min([total, *limits])
     total //= max(1, read_int_variable("LOCAL_WORLD_SIZE", 1))
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
     return total if address_space == resource.RLIM_INFINITY else min(total, address_space)
+
+
+def free_memory() -> int:
+    """What a process may still take of the memory of this machine, or of its container; its ranks share it."""
+    free = psutil.virtual_memory().available
+    for limit_file, usage_file in CGROUP_FILES:
+        limit, usage = read_cgroup(limit_file), read_cgroup(usage_file)
+        if limit is not None and usage is not None:
+            # The kernel gives back files that were read once before a process gets no memory.
+            stat = _read_text(limit_file.with_name("memory.stat"))
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
+            free = min(free, limit - usage + (int(cached[1]) if cached else 0))
+    return min(max(0, free) // max(1, read_int_variable("LOCAL_WORLD_SIZE", 1)), process_memory())
+
+
+def read_cgroup(path: Path) -> int | None:
+    """The number in a file of the cgroup; None without a limit, or without a cgroup."""
+    text = _read_text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 @contextmanager

@@ -1,0 +1,575 @@
+"""Automatic batch size: the search, what a probe measures and leaves behind, the cache, and runs that use it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from exact_runs import StopAt, assert_same_run, exact_metrics
+from tiny import flags
+from torchstone import api, discover_batch_size
+from torchstone.batchsize import probe
+from torchstone.batchsize.auto import choose_micro_batch, is_wanted
+from torchstone.batchsize.probe import RunProbe
+from torchstone.batchsize.search import Measurement, expected_load, fastest_size, find_largest, is_saturated
+from torchstone.config.load import load_config
+from torchstone.config.schema import ParallelConfig, parse_memory
+from torchstone.errors import OutOfMemoryError
+from torchstone.observe.console import Console
+from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distributed
+from torchstone.testing import launch_procs
+from torchstone.training import checks
+from torchstone.training.run import Run
+from torchstone.training.setup import build_run
+
+Settings = Callable[..., dict[str, Any]]
+Command = Callable[..., tuple[int, str, str]]
+CPU = torch.device("cpu")
+KINDS = [
+    "text",
+    "padded, bf16, Muon",
+    "packed conversations",
+    "LoRA, recomputed",
+    "OSFT, eager, chunked",
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHSTONE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/auto_batch_cache"
+
+
+class Loads:
+    """Measures sizes by a formula, and keeps which."""
+
+    def __init__(self, load: Callable[[int], float], memory: float = math.inf) -> None:
+        self.load, self.memory, self.sizes = load, memory, list[int]()
+
+    def __call__(self, size: int) -> Measurement:
+        self.sizes.append(size)
+        load = self.load(size)
+        return Measurement(load if load <= self.memory else math.inf, 1.0 + size)
+
+
+class TestSearch:
+    def test_exponential_search_doubles_while_sizes_fit(self) -> None:
+        loads = Loads(lambda size: 0.001 * size)
+        result = find_largest(loads, limit=64)
+        assert loads.sizes == [1, 2, 4, 8, 16, 32, 64]
+        assert (result.largest, result.is_exact) == (64, True)
+
+    def test_a_straight_line_is_followed_to_its_end(self) -> None:
+        loads = Loads(lambda size: 0.1 + 0.009 * size)
+        result = find_largest(loads, limit=1000, base_load=0.1)
+        assert loads.sizes == [1, 2, 4, 8, 16, 32, 64, 100, 101]
+        assert (result.largest, result.is_exact) == (100, True)
+
+    def test_bisection_finds_a_limit_that_no_expectation_has(self) -> None:
+        loads = Loads(lambda size: 0.1 if size < 77 else math.inf)
+        result = find_largest(loads, limit=1000)
+        assert (result.largest, result.is_exact) == (76, True)
+        assert len(loads.sizes) <= 14
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_it_is_exact_for_any_load_that_grows(self, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        base, slope, bend, jump = (torch.rand(4, generator=random, dtype=torch.float64) ** 3).tolist()
+        limit = int(torch.randint(1, 300, (), generator=random))
+
+        def load(size: int) -> float:
+            return 0.8 * base + 0.3 * slope * size + 0.01 * bend * size**2 + 0.1 * jump * (size // 7)
+
+        loads = Loads(load, memory=1.2)
+        result = find_largest(loads, limit)
+        fitting = [size for size in range(1, limit + 1) if load(size) <= 1]
+        assert (result.largest, result.is_exact) == (max(fitting, default=0), True)
+        assert len(loads.sizes) == len(set(loads.sizes)) <= 16
+
+    def test_sizes_that_would_run_out_of_memory_are_not_tried(self) -> None:
+        """In all of these a parabola, or a step without tokens, tells it before."""
+        for base, slope, bend in [(0.7, 0.2, 0), (0.5, 0.4, 0), (0.1, 0.01, 0.002), (0, 0.05, 0.01), (0.9, 0.08, 0)]:
+            loads = Loads(lambda size, a=base, b=slope, c=bend: a + b * size + c * size**2)  # type: ignore[misc]
+            find_largest(loads, 1000, base, max_load=1.15)
+            assert max(map(loads.load, loads.sizes)) <= 1.15
+
+    def test_nothing_fits(self) -> None:
+        loads = Loads(lambda size: 2.0)
+        assert find_largest(loads, 8).largest == 0
+        assert loads.sizes == [1]
+
+    def test_it_ends_when_larger_sizes_are_no_faster(self) -> None:
+        seconds = {1: 1.0, 2: 1.6, 4: 3.0, 8: 5.99, 16: 11.98}
+        measured = {size: Measurement(0.1, value) for size, value in seconds.items()}
+        assert is_saturated(measured)
+        assert not is_saturated({size: each for size, each in measured.items() if size < 16})
+        assert not is_saturated(measured | {16: Measurement(0.1, 11.0)})
+        result = find_largest(lambda size: measured[size], 10**6, should_stop=is_saturated)
+        assert (result.largest, result.is_exact) == (16, False)
+
+    def test_of_sizes_that_are_equally_fast_it_takes_the_smallest(self) -> None:
+        seconds = {1: 2.0, 2: 1.5, 4: 1.009, 8: 1.0, 16: 1.005}
+        assert fastest_size(seconds, seconds.__getitem__) == 4
+        seconds[8] = 0.99
+        assert fastest_size(seconds, seconds.__getitem__) == 8
+
+    def test_expectations(self) -> None:
+        points = {1: 0.3, 2: 0.4, 4: 0.6}
+        line = {size: Measurement(load, 1) for size, load in points.items()}
+        assert expected_load(line, 10) == pytest.approx(1.2)
+        assert expected_load({1: line[1]}, 3, base_load=0.1) == pytest.approx(0.7)
+        square = {size: Measurement(0.1 + 0.02 * size**2, 1) for size in (1, 2, 5)}
+        assert expected_load(square, 9) == pytest.approx(0.1 + 0.02 * 81)
+
+
+def make_run(settings: dict[str, Any], ctx: ParallelContext = SINGLE_PROCESS) -> Run:
+    return build_run(load_config(overrides=settings), Console("none"), CPU, ctx)
+
+
+def tuned(values: dict[str, Any], base: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a run that tunes `base`."""
+    new_model = ("model.depth", "model.width", "model.heads", "model.tokenizer")
+    values = {key: value for key, value in values.items() if key not in new_model}
+    return values | {"model.path": str(base)} | {key.replace("__", "."): value for key, value in changes.items()}
+
+
+@pytest.fixture
+def kinds(settings: Settings, chat_file: Path, base_run: Path) -> dict[str, dict[str, Any]]:
+    """Settings of runs that need memory in different ways."""
+    chat = {"data.path": str(chat_file)}
+    return {
+        "text": settings(training__global_batch_size=12),
+        "padded, bf16, Muon": settings(
+            training__global_batch_size=9, data__packing=False, training__precision="bf16", optim__name="muon"
+        ),
+        "packed conversations": settings(training__global_batch_size=10) | chat,
+        "LoRA, recomputed": tuned(
+            settings(training__global_batch_size=7), base_run, tuning__method="lora", model__recompute="full"
+        ),
+        "OSFT, eager, chunked": tuned(
+            settings(training__global_batch_size=11, model__attention="eager", model__loss="chunked"),
+            base_run,
+            tuning__method="osft",
+        ),
+    }
+
+
+class TestProbe:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_largest_size_is_that_of_brute_force(self, kinds: dict[str, dict[str, Any]], kind: str) -> None:
+        run = make_run(kinds[kind])
+        measure = RunProbe(run)
+        with measure.without_trace():
+            used = {size: measure.measure(size)[0] or 0 for size in range(1, measure.limit + 1)}
+            assert measure.limit >= 6
+            assert sorted(used.values()) == list(used.values())
+            for limit in {1, 2, 5, measure.limit - 1}:
+                # As much as this size needs: it fits, and the next one does not.
+                measure.budget.margin, measure.budget.limit = 1.0, used[limit]
+                largest = find_largest(lambda size: measure.measure(size)[1], measure.limit, measure.base_load).largest
+                assert largest == max(size for size in used if used[size] <= used[limit])
+
+    def test_the_peak_is_that_of_a_real_step(self, settings: Settings) -> None:
+        """Weights, gradients and moments, and at least the logits and their gradient."""
+        run = make_run(settings(training__global_batch_size=4))
+        measure = RunProbe(run)
+        with measure.without_trace():
+            used, measurement = measure.measure(4)
+        assert used is not None
+        parameters = 4 * run.model.parameter_count
+        logits = 4 * 32 * run.model.vocab_size * 4
+        assert 4 * parameters + 2 * logits < used < 4 * parameters + 2 * logits + 3e6
+        assert measure.base_load * measure.budget.margin * measure.budget.memory == pytest.approx(4 * parameters)
+        assert 0 < measurement.seconds < 5
+
+    @pytest.mark.parametrize("kind", ["text", "padded, bf16, Muon", "OSFT, eager, chunked"])
+    def test_it_leaves_no_trace(self, kinds: dict[str, dict[str, Any]], kind: str) -> None:
+        run = make_run(kinds[kind])
+        run.model.train(False)
+        before = snapshot(run)
+        measure = RunProbe(run)
+        with measure.without_trace():
+            assert measure.measure(2)[1].fits
+        assert snapshot(run) == before
+
+    def test_what_is_not_out_of_memory_is_raised_as_it_is(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = make_run(settings())
+        measure = RunProbe(run)
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("shapes cannot be multiplied")
+
+        monkeypatch.setattr(probe, "compute_gradients", fail)
+        before = snapshot(run)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), measure.without_trace():
+            measure.measure(1)
+        assert snapshot(run) == before
+
+
+def snapshot(run: Run) -> dict[str, Any]:
+    """All that a run is made of, besides its files."""
+    return {
+        "weights": {name: p.detach().float().numpy().tobytes() for name, p in run.model.named_parameters()},
+        "copies": [p.detach().float().numpy().tobytes() for p in run.model.module.parameters()],
+        "gradients": [name for name, p in run.model.named_parameters() if p.grad is not None],
+        "optimizer": len(run.optimizer.state),
+        "rng": torch.get_rng_state().tolist(),
+        "sizes": run.data.batch_sizes,
+        "shapes": run.data.shapes,
+        "training": run.model.module.training,
+        "progress": run.progress.to_dict(),
+    }
+
+
+class TestDefault:
+    """Which runs search. CUDA is a name here: nothing is computed on it."""
+
+    @pytest.mark.parametrize(
+        ("changes", "on_gpu", "on_cpu"),
+        [
+            ({}, True, False),
+            ({"training.batch_size": "auto"}, True, True),
+            ({"auto_batch.enabled": True}, True, True),
+            ({"auto_batch.enabled": False}, False, False),
+            ({"training.batch_size": 4}, False, False),
+            ({"training.batch_size": 4, "auto_batch.enabled": True}, False, False),
+            ({"training.max_tokens_per_gpu": 4096}, False, False),
+            ({"training.grad_accum_steps": 4}, False, False),
+            ({"training.global_batch_size": 4}, True, False),
+        ],
+    )
+    def test_a_gpu_searches_unless_a_size_is_set(self, changes: dict[str, Any], on_gpu: bool, on_cpu: bool) -> None:
+        config = load_config(overrides={"model.depth": 2, "data.path": "x", "model.tokenizer": "x"} | changes)
+        for device, expected in (("cuda", on_gpu), ("cpu", on_cpu)):
+            assert is_wanted(config, False, torch.device(device), None, lambda line: None) == expected
+
+    def test_a_short_run_does_not_unless_it_is_told_to(self) -> None:
+        config, lines = load_config(preset="debug"), list[str]()
+        assert not is_wanted(config, False, torch.device("cuda"), 1e12, lines.append)
+        assert is_wanted(config, False, torch.device("cuda"), 1e18, lines.append)
+        assert lines == ["Auto-discovery skipped: the run is too short; --training.batch_size auto searches anyway"]
+        requested = load_config(preset="debug", overrides={"training.batch_size": "auto"})
+        assert is_wanted(requested, False, torch.device("cuda"), 1e12, lines.append)
+
+    def test_the_size_of_a_preset_that_does_not_apply_is_not_one(self) -> None:
+        """As of preset production, for packed conversations."""
+        config = load_config(preset="production")
+        assert is_wanted(config, True, torch.device("cuda"), None, lambda line: None)
+        assert not is_wanted(config, False, torch.device("cuda"), None, lambda line: None)
+
+
+class TestRuns:
+    def test_the_run_is_that_of_the_same_size_set_by_hand(self, settings: Settings, tmp_path: Path) -> None:
+        """Bit for bit; also when it is stopped and resumed, which keeps the size."""
+        auto = {"training.batch_size": "auto", "auto_batch.memory_limit": "3MiB", "training.global_batch_size": 12}
+        size = discovered(settings(**named(auto), output_dir=str(tmp_path / "a")), tmp_path / "a")
+        assert 1 <= size < 12
+        manual = settings(training__batch_size=size, training__global_batch_size=12, output_dir=str(tmp_path / "b"))
+        api.train(overrides=manual)
+        assert_same_run(tmp_path / "a", tmp_path / "b", 6)
+        stopped = settings(**named(auto), output_dir=str(tmp_path / "c"), checkpoint__every_steps=2)
+        api.train(overrides=stopped, callbacks=[StopAt(4)])
+        api.train(overrides=stopped)
+        assert_same_run(tmp_path / "a", tmp_path / "c", 6)
+
+    def test_lines_and_state(self, torchstone: Command, settings: Settings, tmp_path: Path, own_cache: Path) -> None:
+        values = settings(
+            training__batch_size="auto", training__max_steps=2, observe__console="lines", training__global_batch_size=12
+        )
+        code, _, err = torchstone("train", *flags(values | {"auto_batch.memory_limit": "3MiB"}))
+        assert code == 0, err
+        state = json.loads((tmp_path / "run/checkpoints/step-00000002/state.json").read_text())["auto_batch"]
+        size = state["size"]
+        assert f"Auto-discovery found device_batch_size={size}: " in err
+        assert f"micro-batches of {size} rows" in err
+        assert f"cached in {next(own_cache.iterdir())}" in err
+        # With another limit it is found again.
+        code, _, err = torchstone(
+            "train", *flags(values | {"training.max_steps": 3, "auto_batch.memory_limit": "2500KiB"})
+        )
+        assert code == 0, err
+        assert (
+            f"the run had device_batch_size={size}, found with cpu, one process, margin 0.85, memory_limit 3MiB" in err
+        )
+        code, _, err = torchstone("train", *flags(values | {"training.max_steps": 4, "training.batch_size": 2}))
+        assert (code, "Auto-discovery" in err) == (0, False)
+
+    def test_a_size_that_is_set_wins(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(training__max_steps=1, training__batch_size=2, observe__console="lines")
+        code, _, err = torchstone("train", *flags(values), "--auto_batch_size=True")
+        assert (code, "Auto-discovery skipped: training.batch_size 2 is set" in err) == (0, True), err
+
+    def test_packed_conversations_get_a_number_of_tokens(
+        self, torchstone: Command, kinds: dict[str, dict[str, Any]]
+    ) -> None:
+        values = kinds["packed conversations"] | {"training.max_steps": 1, "observe.console": "lines"}
+        code, _, err = torchstone("train", *flags(values), "--auto-batch-size")
+        assert code == 0, err
+        assert any(f"Auto-discovery found max_tokens_per_gpu={32 * n}: " in err for n in range(1, 11)), err
+
+    def test_if_nothing_fits_it_recomputes_or_ends_with_exit_code_4(
+        self, torchstone: Command, settings: Settings, tmp_path: Path
+    ) -> None:
+        values = settings(
+            training__batch_size="auto", training__max_steps=2, observe__console="lines", data__context_length=256,
+            model__depth=8, training__global_batch_size=1,
+        )  # fmt: skip
+        used = {}
+        for recompute in ("none", "full"):
+            measure = RunProbe(make_run(values | {"model.recompute": recompute}))
+            with measure.without_trace():
+                used[recompute] = measure.measure(1)[0] or 0
+        assert used["full"] < 0.9 * used["none"]
+        limit = {"auto_batch.memory_limit": (used["none"] + used["full"]) // 2, "auto_batch.margin": 1}
+        code, _, err = torchstone("train", *flags(values | limit))
+        assert code == 0, err
+        assert "not even one row fits: a step with micro-batches of 256 tokens needs" in err
+        assert "recompute: full" in err
+        # The run goes on in the same way.
+        code, _, err = torchstone("train", *flags(values | limit | {"training.max_steps": 3}))
+        assert (code, "the run began with model.recompute full" in err) == (0, True), err
+        tiny = {"auto_batch.memory_limit": used["full"] // 2, "output_dir": str(tmp_path / "other")}
+        code, _, err = torchstone("train", *flags(values | tiny))
+        assert (code, "(auto_batch.memory_limit)" in err, "a shorter --data.context_length" in err) == (4, True, True)
+
+    def test_the_margin_never_makes_it_zero(self, settings: Settings, tmp_path: Path) -> None:
+        values = settings(training__batch_size="auto", training__max_steps=1)
+        measure = RunProbe(make_run(values))
+        with measure.without_trace():
+            used = measure.measure(1)[0] or 0
+        limits = {"auto_batch.memory_limit": int(1.1 * used), "auto_batch.margin": 0.5}
+        assert discovered(values | limits, tmp_path / "run") == 1
+
+    def test_the_search_ends_in_time(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(
+            training__batch_size="auto", training__max_steps=1, observe__console="lines", auto_batch__time_limit=1e-3
+        )
+        code, _, err = torchstone("train", *flags(values))
+        assert (code, "Auto-discovery ends after auto_batch.time_limit 0.001 s" in err) == (0, True), err
+        assert "Auto-discovery found device_batch_size=1: " in err
+
+    def test_free_memory_is_that_of_the_container(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "memory.max").write_text("3000000000\n")
+        (tmp_path / "memory.current").write_text("1000000000\n")
+        (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000000\n")
+        monkeypatch.setattr(checks, "CGROUP_FILES", [(tmp_path / "memory.max", tmp_path / "memory.current")])
+        available = psutil.virtual_memory()._replace(available=10**13)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+        assert checks.free_memory() == 2_200_000_000
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert checks.free_memory() == 550_000_000
+        (tmp_path / "memory.max").write_text("max\n")
+        assert checks.free_memory() == min(10**13 // 4, checks.process_memory())
+
+
+def named(values: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace(".", "__"): value for key, value in values.items()}
+
+
+def discovered(values: dict[str, Any], folder: Path) -> int:
+    """The size that a run has found."""
+    checkpoint = api.train(overrides=values).checkpoint
+    assert checkpoint is not None
+    assert checkpoint.parent.parent == folder
+    return int(json.loads((checkpoint / "state.json").read_text())["auto_batch"]["size"])
+
+
+class TestCache:
+    @pytest.fixture
+    def find(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+        """The size, and the number of steps that it took to find it."""
+        steps = 0
+        step = RunProbe.step
+
+        def counted(self: RunProbe, size: int) -> float:
+            nonlocal steps
+            steps += 1
+            return step(self, size)
+
+        monkeypatch.setattr(RunProbe, "step", counted)
+
+        def find(**changes: Any) -> tuple[int, int]:
+            nonlocal steps
+            steps = 0
+            run = make_run(settings(**{"training__batch_size": "auto", "auto_batch__memory_limit": "3MiB"} | changes))
+            choose_micro_batch(run)
+            return run.checkpoint_info["auto_batch"]["size"], steps
+
+        return find
+
+    def test_a_hit_takes_no_step_and_less_than_a_second(self, settings: Settings, find: Any, own_cache: Path) -> None:
+        size, steps = find()
+        assert steps >= 2
+        run = make_run(settings(training__batch_size="auto", auto_batch__memory_limit="3MiB"))
+        start = time.perf_counter()
+        choose_micro_batch(run)
+        assert time.perf_counter() - start < 1
+        assert find() == (size, 0)
+        # What is kept are bytes: with less memory they do not fit.
+        assert find(auto_batch__memory_limit="2200KiB")[0] <= size
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": {}}', '{"key": {}, "measured": []}', "deleted"])
+    def test_a_damaged_deleted_or_foreign_file_is_a_miss(self, find: Any, own_cache: Path, content: str) -> None:
+        first = find()
+        (file,) = own_cache.iterdir()
+        good = file.read_text()
+        if content == "deleted":
+            file.unlink()
+        else:
+            file.write_text(content)
+        size, steps = find()
+        assert (size > 0, steps) == (True, first[1])
+        assert json.loads(file.read_text())["key"] == json.loads(good)["key"]
+
+    def test_measurements_that_cannot_be_are_a_miss(self, find: Any, own_cache: Path) -> None:
+        find()
+        (file,) = own_cache.iterdir()
+        content = json.loads(file.read_text())
+        for wrong in ({"size": 0}, {"used": "much"}, {"seconds": None}, {"micro_batches": None}):
+            damaged = content | {"measured": [content["measured"][0] | wrong, *content["measured"][1:]]}
+            file.write_text(json.dumps(damaged))
+            assert find()[1] >= 2
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"model__width": 64},
+            {"data__context_length": 16},
+            {"training__precision": "bf16"},
+            {"optim__name": "muon"},
+            {"model__recompute": "full"},
+            {"model__loss": "chunked"},
+            {"model__attention": "eager"},
+            {"data__packing": False},
+        ],
+    )
+    def test_the_key_has_what_changes_the_memory(self, find: Any, own_cache: Path, changes: dict[str, Any]) -> None:
+        find()
+        assert find(**changes)[1] >= 2
+        assert len(list(own_cache.iterdir())) == 2
+
+    def test_it_can_be_turned_off(self, find: Any, own_cache: Path) -> None:
+        for _ in range(2):
+            assert find(auto_batch__cache=False)[1] >= 2
+        assert not own_cache.exists()
+
+    def test_a_folder_that_cannot_be_written_is_no_error(self, find: Any, own_cache: Path) -> None:
+        own_cache.parent.mkdir()
+        own_cache.write_text("")
+        assert find()[1] >= 2
+
+
+class Bigrams(nn.Module):
+    """The logits of a token follow from the one before it. With more than `rows` rows it is out of memory."""
+
+    def __init__(self, rows: int, error: Exception, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary)
+        self.rows, self.error = rows, error
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        if len(ids) > self.rows:
+            raise self.error
+        return self.head(self.embedding(ids))
+
+
+class TestDiscoverBatchSize:
+    def test_a_module_of_ones_own(self) -> None:
+        """Out of memory is told from other errors, and nothing of the module changes."""
+        model = Bigrams(37, torch.OutOfMemoryError("CUDA out of memory")).eval()
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        rng = torch.get_rng_state()
+        size = discover_batch_size(model, 16, "cpu", use_cache=False, max_batch_size=64)
+        assert 1 <= size <= 37
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert (model.training, model.head.weight.grad.sum().item(), model.head.bias.grad) == (False, 400.0, None)
+        with pytest.raises(ValueError, match="not this one"):
+            discover_batch_size(Bigrams(3, ValueError("not this one")), 16, CPU, use_cache=False)
+        with pytest.raises(OutOfMemoryError, match="not even one row of 16 tokens fits"):
+            discover_batch_size(Bigrams(0, MemoryError()), 16, CPU, use_cache=False)
+
+    def test_the_cache_and_its_key(self, own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        model = Bigrams(9, MemoryError())
+        size = discover_batch_size(model, 16, CPU, cache_key_components={"gpu": "a"})
+        assert f"Auto-discovery found device_batch_size={size}: " in capsys.readouterr().err
+        assert discover_batch_size(model, 16, CPU, cache_key_components={"gpu": "a"}) == size
+        assert "all from the cache" in capsys.readouterr().err
+        discover_batch_size(model, 16, CPU, cache_key_components={"gpu": "b"})
+        discover_batch_size(model, 8, CPU, cache_key_components={"gpu": "a"})
+        assert len(list(own_cache.iterdir())) == 3
+
+    def test_all_ranks_get_the_size_that_fits_on_all(self) -> None:
+        sizes = launch_procs(discover_on_rank, 2)
+        assert sizes[0] == sizes[1] <= 5
+
+
+def discover_on_rank() -> int:
+    """Rank 1 may have less: a row has 64 KB of logits, and a step several tensors of that size."""
+    rank, limits = dist.get_rank(), ["1GiB", "1200KiB"]
+    model = Bigrams(1000, MemoryError(), vocabulary=1000)
+    return discover_batch_size(model, 16, CPU, 1.0, rank, 2, use_cache=False, memory_limit=limits[rank])
+
+
+class TestRanks:
+    def test_every_layout_trains_as_with_the_same_size_set_by_hand(self, settings: Settings, tmp_path: Path) -> None:
+        layouts = [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"pp": 2}]
+        runs = [
+            settings(training__max_steps=2, training__global_batch_size=8, output_dir=str(tmp_path / str(number)))
+            | {f"parallel.{dim}": size for dim, size in layout.items()}
+            for number, layout in enumerate(layouts)
+        ]
+        launch_procs(train_twice, 2, runs)
+        for number in range(len(layouts)):
+            assert exact_metrics(tmp_path / f"{number}") == exact_metrics(tmp_path / f"{number}-by-hand")
+            assert len(exact_metrics(tmp_path / f"{number}")) == 2
+
+    def test_ranks_with_different_budgets_agree(self, settings: Settings, tmp_path: Path) -> None:
+        values = settings(training__global_batch_size=24, data__context_length=64)
+        sizes = launch_procs(choose_on_rank, 2, values, ["1GiB", "6MiB"])
+        assert sizes[0] == sizes[1]
+        alone = launch_procs(choose_on_rank, 2, values, ["6MiB", "6MiB"])
+        assert alone[0][1] == sizes[0][1] < 12
+
+
+def train_twice(runs: list[dict[str, Any]]) -> None:
+    """With the size that is found, and with the same size set by hand."""
+    for values in runs:
+        checkpoint = api.train(overrides=values | {"training.batch_size": "auto"}).checkpoint
+        assert checkpoint is not None
+        size = json.loads((checkpoint / "state.json").read_text())["auto_batch"]["size"]
+        folder = f"{values['output_dir']}-by-hand"
+        api.train(overrides=values | {"training.batch_size": size, "output_dir": folder})
+
+
+def choose_on_rank(values: dict[str, Any], limits: list[str]) -> tuple[int, int]:
+    """The size that was chosen, and the largest that fits."""
+    with init_distributed(ParallelConfig(), CPU) as ctx:
+        run = make_run(values | {"training.batch_size": "auto", "auto_batch.memory_limit": limits[ctx.rank]}, ctx)
+        measure = RunProbe(run)
+        with measure.without_trace():
+            result = find_largest(lambda size: measure.measure(size)[1], measure.limit, measure.base_load)
+        choose_micro_batch(run)
+        assert run.data.batch_sizes.global_batch_size == 24
+        return run.checkpoint_info["auto_batch"]["size"], result.largest
+
+
+def test_memory_with_units() -> None:
+    texts = {"6GiB": 6 * 2**30, "512 MiB": 2**29, "8GB": 8 * 10**9, "1.5g": 1_500_000_000, "123": 123, "12kib": 12288}
+    assert {text: parse_memory(text) for text in texts} == texts
+    assert [parse_memory(text) for text in ("", "GiB", "3i", "1e9", "-1", "8 rows")] == [None] * 6
