@@ -5,7 +5,7 @@ RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 
-.PHONY: install demo test docs test-all faults lint clean
+.PHONY: install demo test docs integration test-all faults lint clean
 
 install: $(STAMP)
 
@@ -28,6 +28,9 @@ test: $(TEST_STAMP)
 # The commands of the README and of docs/.
 docs: $(TEST_STAMP)
 	TESTS=docs $(RUN)/python -m pytest -n 3 --dist worksteal tests/test_docs.py
+
+integration: $(TEST_STAMP)
+	PYTHON=$(CURDIR)/$(RUN)/python bash tests/run_integration_tests.sh
 
 # All layouts, faults and pages; `make test` runs one of each kind.
 test-all: $(TEST_STAMP)

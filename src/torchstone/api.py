@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchstone import heartbeat, hub
-from torchstone.batchsize.auto import DoesNotFitError, choose_micro_batch
+from torchstone.batchsize.auto import DoesNotFitError, choose_micro_batch, is_wanted
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
@@ -64,7 +64,7 @@ from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
 from torchstone.diagnose import collectives
 from torchstone.errors import TorchstoneError, UsageError
-from torchstone.models.choice import AS_REQUESTED
+from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, check_fallback_execution
 from torchstone.models.families import family_of
 from torchstone.models.model import FallbackModel, Model
@@ -281,6 +281,8 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
     compile_ = choices["model.compile"]
     if compile_.value != "none" and compile_.reason != AS_REQUESTED:
         choices["model.compile"] = compile_._replace(detail=SHORT_RUN)
+    if config.training.batch_size is None and is_wanted(config, False, device, None, log=lambda line: None):
+        choices["training.batch_size"] = Choice("auto", "the fastest that fits", "but not in short runs")
     texts = [f"{key} {choice}" for key, choice in choices.items() if choice.reason != AS_REQUESTED]
     try:
         if world_size is not None:

@@ -121,8 +121,8 @@ class Probe(ABC):
                 step()
                 self._is_warm = True
             used = peak_bytes(self.device, step, self.tensors)
-            if self.device.type == "cpu" and seconds < SHORT_STEP:
-                # It was measured by a profiler, which takes time.
+            if self.ranks.all_reduce_max_each([round(seconds * 1e9)])[0] < SHORT_STEP * 1e9:
+                # On a CPU it was measured by a profiler, and on a GPU the allocator has grown: both take time.
                 step()
         except (RuntimeError, MemoryError) as error:
             if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):

@@ -25,16 +25,11 @@ def allocated_bytes(device: torch.device, tensors: Iterable[Tensor]) -> int:
 
 
 def peak_bytes(device: torch.device, function: Callable[[], None], tensors: Callable[[], Iterable[Tensor]]) -> int:
-    """The peak while `function` runs. `tensors`: those that exist before it; only a CPU needs them.
-
-    On CUDA it includes what the allocator cannot use, in segments that are partly in use.
-    """
+    """The peak while `function` runs. `tensors`: those that exist before it; only a CPU needs them."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         function()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_reserved(device)
+        return torch.cuda.max_memory_allocated(device)
     before = allocated_bytes(device, tensors())
     # Otherwise kineto, the profiler's library, complains on every CPU that there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

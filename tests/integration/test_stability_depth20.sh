@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# 20 layers: STABILITY_STEPS steps (1000 by default) at the size that is found, without running out of memory.
+DEPTH=20 STEPS=${STABILITY_STEPS:-}
+source "$(dirname "$0")/stability.sh"
