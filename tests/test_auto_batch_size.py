@@ -176,7 +176,9 @@ class TestProbe:
             for limit in {1, 2, 5, measure.limit - 1}:
                 # As much as this size needs: it fits, and the next one does not.
                 measure.budget.margin, measure.budget.limit = 1.0, used[limit]
-                largest = find_largest(lambda size: measure.measure(size)[1], measure.limit, measure.base_load).largest
+                largest = find_largest(
+                    lambda size: measure.measure(size)[1], measure.limit, measure.base_load()
+                ).largest
                 assert largest == max(size for size in used if used[size] <= used[limit])
 
     def test_the_peak_is_that_of_a_real_step(self, settings: Settings) -> None:
@@ -189,7 +191,7 @@ class TestProbe:
         parameters = 4 * run.model.parameter_count
         logits = 4 * 32 * run.model.vocab_size * 4
         assert 4 * parameters + 2 * logits < used < 4 * parameters + 2 * logits + 3e6
-        assert measure.base_load * measure.budget.margin * measure.budget.memory == pytest.approx(4 * parameters)
+        assert measure.base_load() * measure.budget.margin * measure.budget.memory == pytest.approx(4 * parameters)
         assert 0 < measurement.seconds < 5
 
     @pytest.mark.parametrize("kind", ["text", "padded, bf16, Muon", "OSFT, eager, chunked"])
@@ -563,7 +565,7 @@ def choose_on_rank(values: dict[str, Any], limits: list[str]) -> tuple[int, int]
         run = make_run(values | {"training.batch_size": "auto", "auto_batch.memory_limit": limits[ctx.rank]}, ctx)
         measure = RunProbe(run)
         with measure.without_trace():
-            result = find_largest(lambda size: measure.measure(size)[1], measure.limit, measure.base_load)
+            result = find_largest(lambda size: measure.measure(size)[1], measure.limit, measure.base_load())
         choose_micro_batch(run)
         assert run.data.batch_sizes.global_batch_size == 24
         return run.checkpoint_info["auto_batch"]["size"], result.largest

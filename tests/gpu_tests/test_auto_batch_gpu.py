@@ -55,7 +55,7 @@ def test_the_largest_size_is_that_of_brute_force(make: Callable[..., dict[str, A
         assert list(used.values()) == sorted(used.values())
         for limit in (3, 8, 15):
             probe.budget.margin, probe.budget.limit = 1.0, used[limit]
-            result = find_largest(lambda size: probe.measure(size)[1], 16, probe.base_load)
+            result = find_largest(lambda size: probe.measure(size)[1], 16, probe.base_load())
             assert result.largest == limit
     assert probe.oom_count == 0
 

@@ -48,7 +48,8 @@ def choose_micro_batch(run: Run) -> None:
     shares_rows = run.data.batch_sizes.micro_batch_tokens is not None
     if not is_wanted(run.config, shares_rows, run.device, flops, run.console.info):
         return
-    identity = _identity(run)
+    # That of rank 0: all ranks must do the same.
+    identity = run.ctx.all_gather_object(_identity(run))[0]
     recorded = {} if run.resumed_from is None else read_state(run.resumed_from).get("auto_batch") or {}
     recompute = run.model.choices["model.recompute"].value
     if recorded.get("identity") == identity:
@@ -104,7 +105,7 @@ class Discovery:
         try:
             with probe.without_trace():
                 self.result = find_largest(
-                    self.cached.measure, probe.limit, probe.base_load, probe.budget.max_load, self.should_stop
+                    self.cached.measure, probe.limit, probe.base_load(), probe.budget.max_load, self.should_stop
                 )
         finally:
             self.cached.save()
@@ -158,7 +159,7 @@ class Discovery:
         text = (
             f"{largest * self.probe.unit} is the largest that fits"
             if self.result.is_exact
-            else (f"more than {largest * self.probe.unit} would be no faster")
+            else f"more than {largest * self.probe.unit} would be no faster"
         )
         if largest == self.probe.limit:
             text = "a larger one would change nothing"

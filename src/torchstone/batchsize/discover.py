@@ -73,7 +73,7 @@ def discover_batch_size(
     cached = CachedProbe(probe, key, use_cache, console.warn)
     try:
         with probe.without_trace():
-            result = find_largest(cached.measure, max_batch_size, probe.base_load, budget.max_load, is_saturated)
+            result = find_largest(cached.measure, max_batch_size, probe.base_load(), budget.max_load, is_saturated)
     finally:
         cached.save()
     size = _choose(result, budget, max_seq_len, device)

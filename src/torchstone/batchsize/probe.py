@@ -140,6 +140,14 @@ class Probe(ABC):
             self.free()
         return self._agree(used, seconds)
 
+    def base_load(self) -> float:
+        """Of a step without tokens."""
+        return self._agree(self.base_bytes(), 1.0)[1].load
+
+    @abstractmethod
+    def base_bytes(self) -> int:
+        """Weights, gradients and moments."""
+
     def from_cache(self, used: int | None, seconds: float | None) -> Measurement:
         """The measurement of a step that was measured before, with the memory of now."""
         return self._agree(used, seconds or math.inf)[1]
@@ -208,13 +216,10 @@ class RunProbe(Probe):
         pp = self.run.ctx.dims.pp
         return max(pp, min(-(-self.limit // size), 2 * pp))
 
-    @property
-    def base_load(self) -> float:
-        """Of a step without tokens: weights, gradients and moments."""
+    def base_bytes(self) -> int:
         run = self.run
         used = state_bytes(run.model, run.optimizer, run.runner.projection)
-        used += accumulation_bytes(run.model) if self.limit > 1 else 0
-        return self.budget.load(used)
+        return used + (accumulation_bytes(run.model) if self.limit > 1 else 0)
 
     def step(self, size: int) -> float:
         run, batch = self.run, self._batch(size)
@@ -296,12 +301,9 @@ class ModuleProbe(Probe):
         self.vocabulary = embeddings[0].num_embeddings
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=0.0, fused=True)
 
-    @property
-    def base_load(self) -> float:
-        # Gradients and two moments.
-        return self.budget.load(
-            allocated_bytes(self.device, self.module.parameters()) + 3 * sum(p.nbytes for p in self.parameters)
-        )
+    def base_bytes(self) -> int:
+        trained = sum(parameter.nbytes for parameter in self.parameters)
+        return allocated_bytes(self.device, self.module.parameters()) + 3 * trained
 
     def step(self, size: int) -> float:
         tokens = np.random.default_rng(0).integers(self.vocabulary, size=(size, self.max_seq_len))
