@@ -1,0 +1,135 @@
+"""The automatic batch size against brute force: what it finds, how long it takes, and what other sizes give.
+
+    python benchmarks/batch_size.py --depth 12 20 26 32
+    python benchmarks/batch_size.py --depth 2 --width 64 --length 64 --tokens 4096 --memory-limit 24MiB --device cpu
+
+For each depth it prints one JSON line: the size that is found, the seconds (compiling included) and the steps that ran
+out of memory on the way; the largest size that fits, by trying the next ones; and the tokens per second of real steps
+of the run with 1, 2, 4, 8, ... rows, with the size that was found and with the largest. `--steps` is the number of
+steps that are then trained at the size that was found, all of them on rows of the full length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from train import write_tokenizer, write_tokens
+
+from torchstone.batchsize.auto import Discovery
+from torchstone.batchsize.probe import RunProbe
+from torchstone.config.load import load_config
+from torchstone.observe.console import Console
+from torchstone.optim.adamw import AdamW
+from torchstone.training.run import Run
+from torchstone.training.setup import build_run, select_device
+from torchstone.training.step import compute_gradients, optimizer_step
+
+TIMED_STEPS, WARMUP_STEPS = 3, 2
+VOCABULARY = 50304
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depth", type=int, nargs="+", default=[12, 20, 26, 32])
+    parser.add_argument("--width", type=int, help="by default 64 per layer")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=524288, help="per step")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--memory-limit")
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHSTONE_CACHE"] = str(Path(folder, "cache"))
+        write_tokenizer(Path(folder, "tokenizer"), options.vocabulary)
+        rows = options.tokens // options.length
+        sizes = {"length": options.length, "rows": rows, "packed_tokens": None, "vocab_size": options.vocabulary}
+        write_tokens(SimpleNamespace(**sizes), 1, Path(folder, "tokens.jsonl"))
+        write_tokens(shape, 1, Path(folder, "tokens.jsonl"))
+        for depth in options.depth:
+            print(json.dumps(measure(depth, options, folder)), flush=True)
+
+
+def measure(depth: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    run = make_run(depth, options, folder)
+    start = time.perf_counter()
+    discovery = Discovery(run)
+    found = discovery.find()
+    seconds, probe = time.perf_counter() - start, RunProbe(run)
+    largest = brute_force(probe, found)
+    sizes = sorted({1, 8, found, largest} | {2**n for n in range(12) if 2**n <= largest})
+    speeds = {size: tokens_per_second(run, size) for size in sizes if size <= largest}
+    best = max(speeds.values())
+    line = {
+        "depth": depth, "parameters": run.model.parameter_count, "found": found, "largest": largest,
+        "seconds": seconds, "out_of_memory": discovery.probe.oom_count, "tok_s": speeds,
+        "found_to_best": speeds[found] / best, "found_to_8": speeds[found] / speeds[8] if 8 in speeds else None,
+        "peak_gib": peak_gib(run),
+    }  # fmt: skip
+    if options.steps:
+        tokens_per_second(run, found, options.steps)
+        line["steps_at_found"] = options.steps
+    return line
+
+
+def make_run(depth: int, options: argparse.Namespace, folder: str) -> Run:
+    values = {
+        "model.depth": depth, "model.width": options.width, "model.tokenizer": f"{folder}/tokenizer",
+        "data.path": f"{folder}/tokens.jsonl", "data.context_length": options.length, "data.packing": False,
+        "data.cache_dir": f"{folder}/datasets", "training.global_batch_size": options.tokens // options.length,
+        "training.max_steps": 10**6, "training.batch_size": "auto", "auto_batch.memory_limit": options.memory_limit,
+        "system.device": options.device, "output_dir": f"{folder}/run", "observe.console": "quiet",
+    }  # fmt: skip
+    config = load_config(overrides={key: value for key, value in values.items() if value is not None})
+    return build_run(config, Console("quiet"), select_device(config.system))
+
+
+def brute_force(probe: RunProbe, found: int) -> int:
+    """The largest size that fits, one by one from the size that was found."""
+    with probe.without_trace():
+        largest = found
+        while largest < probe.limit and probe.measure(largest + 1)[1].fits:
+            largest += 1
+    return largest
+
+
+def tokens_per_second(run: Run, size: int, steps: int = TIMED_STEPS) -> float:
+    """Of the run's own steps, with micro-batches of `size` rows. Weights change, which no figure here depends on."""
+    run.data.set_micro_batch(size, run.ctx.dims.dp)
+    torch.compiler.reset()
+    run.model.train()
+    total, is_cuda = WARMUP_STEPS + steps, run.device.type == "cuda"
+    samples = total * run.data.batch_sizes.global_batch_size
+    tokens, start = 0, 0.0
+    for number, batch in enumerate(run.data.batches(run.config, 0, samples, pin_memory=is_cuda), 1):
+        result = compute_gradients(run.runner, batch, number)
+        assert isinstance(run.optimizer, AdamW)
+        optimizer_step(run.runner, run.optimizer, result, number, 1e-5, 1.0)
+        if number == WARMUP_STEPS:
+            synchronize(run)
+            start = time.perf_counter()
+        elif number > WARMUP_STEPS:
+            tokens += batch.tokens
+    synchronize(run)
+    return tokens / (time.perf_counter() - start)
+
+
+def synchronize(run: Run) -> None:
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+
+
+def peak_gib(run: Run) -> float | None:
+    return torch.cuda.max_memory_allocated(run.device) / 2**30 if run.device.type == "cuda" else None
+
+
+if __name__ == "__main__":
+    main()
