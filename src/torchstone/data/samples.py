@@ -42,9 +42,9 @@ class Samples(ABC):
         """Where a sample comes from: `file:line` of its row. Errors never name a sample of packed text."""
         return f"sample {index}"
 
-    @abstractmethod
     def origins(self, index: int) -> list[str]:
         """Where the sequences of `get(index)` come from: `file:line` of each."""
+        return [self.origin(index)]
 
 
 class SequenceSamples(Samples):
@@ -60,9 +60,6 @@ class SequenceSamples(Samples):
 
     def origin(self, index: int) -> str:
         return self.cache.origin(int(self.indices[index]))
-
-    def origins(self, index: int) -> list[str]:
-        return [self.origin(index)]
 
 
 class StreamSamples(Samples):
