@@ -257,7 +257,7 @@ class TestErrors:
         lengths = [int(length) for length in re.findall(r"chat\.jsonl:\d+ \((\d+) tokens\)", rows)]
         assert len(lengths) == 5
         assert lengths == sorted(lengths, reverse=True)
-        assert re.search(r" and \d+ shorter ones$", rows)
+        assert re.search(r" and \d+ more$", rows)
 
 
 def sequence(length: int, start: int = 1) -> TokenSequence:

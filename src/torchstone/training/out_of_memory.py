@@ -116,7 +116,7 @@ class Attempts:
         documents = self.run.data.documents(self.samples, self.indices(), ctx.dp_rank, ctx.dims.dp)
         rows = sorted(documents[first : first + num_documents(failed)], key=lambda row: -row[1])
         texts = [f"{origin} ({length} tokens)" for origin, length in rows[:MAX_ROWS_SHOWN]]
-        more = f" and {len(rows) - len(texts)} shorter ones" if len(rows) > len(texts) else ""
+        more = f" and {len(rows) - len(texts)} more" if len(rows) > len(texts) else ""
         return f"{', '.join(texts) or 'only padding'}{more}"
 
 
