@@ -456,7 +456,7 @@ class TestRestarts:
     def test_smaller_micro_batches_are_no_failure_until_they_get_no_smaller(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """A worker that is out of memory leaves half of the limit that it finds, but at least 8. There is an old one."""
+        """A worker leaves half of the limit that it finds, but at least 8. There is one of an earlier launch."""
         script = """
 file, n = folder / "micro-batch-limit.json", int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 old = json.loads(file.read_text())

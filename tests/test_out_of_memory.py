@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+import processes
 from exact_runs import StopAt, assert_same_run
 from torchstone import api
 from torchstone.data.collate import BatchShapes, MicroBatch, collate
@@ -190,6 +193,32 @@ class TestRepeatedStep:
             [line.get("val_loss") for line in expected_lines], abs=1e-5
         )
         assert largest_difference(weights, expected) <= 1e-6
+
+
+class LimitMemory(Callback):
+    """The system refuses more than this many bytes from the first step on."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        if step == 1:
+            limit = psutil.Process().memory_info().vms + self.size
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def test_memory_that_the_system_refuses(values_of: Any) -> None:
+    """A real error. The logits of 64 rows alone are 29 MB."""
+    changes = {"data.context_length": 256, "training.global_batch_size": 64, "training.batch_size": 64}
+    changes |= {"training.max_steps": 2, "data.text_packing": "best-fit"}
+    values, small = values_of(changes, "run"), values_of(changes | {"training.batch_size": 1}, "small")
+    assert processes.run(processes.train, values, (LimitMemory(96 * 2**20),)) == 0
+    assert processes.run(processes.train, small) == 0
+    lines = read_metrics(Path(values["output_dir"]) / "metrics.jsonl")
+    assert [line["oom_splits"] > 0 for line in lines] == [True, True]
+    assert lines[1]["micro_batches"] >= 2
+    files = [Path(each["output_dir"]) / "checkpoints/step-00000002/model.safetensors" for each in (values, small)]
+    assert largest_difference(load_file(files[0]), load_file(files[1])) <= 1e-6
 
 
 class TestErrors:

@@ -207,7 +207,6 @@ class TestRestarts:
             files = [folder / "checkpoints/step-00000008" / name for folder in (undisturbed, restarted.folder)]
             assert files[0].read_bytes() == files[1].read_bytes(), name
 
-
     def test_out_of_memory_restarts_with_smaller_micro_batches(
         self, launch: Launch, tmp_path: Path, chat_file: Path
     ) -> None:
@@ -222,7 +221,9 @@ class TestRestarts:
         log = (result.folder / "logs/rank-1.log").read_text()
         (limit,) = re.findall(r"restart with micro-batches of at most (\d+) tokens", result.stderr)
         assert f"micro-batches have at most {limit} tokens: with more, this run was out of memory (oom_splits 1)" in log
-        assert "rank 1 failed first, while computing step 6: out of memory on cpu while computing step 6" in result.stderr
+        assert (
+            "rank 1 failed first, while computing step 6: out of memory on cpu while computing step 6" in result.stderr
+        )
         lines = read_metrics(result.folder / "metrics.jsonl")
         assert [line["oom_splits"] for line in lines] == [0] * 4 + [1] * 4
         undisturbed = tmp_path / "undisturbed"
