@@ -50,6 +50,7 @@ class Memory(Callback):
         self.failures: list[int] = []
         self.sizes: dict[int, list[int]] = {}
         self.left: list[weakref.ref[Tensor]] = []
+        self.errors: list[Exception] = []
         self.step = 0
 
     def on_start(self, run: Run) -> None:
@@ -66,6 +67,9 @@ class Memory(Callback):
         if self.step < self.first or size <= self.tokens or module.training == (self.where == "validation"):
             return
         self.left.append(weakref.ref(output))
+        # Only the garbage collector frees it.
+        cycle: list[Any] = [output]
+        cycle.append(cycle)
         if self.where == "backward":
             output.register_hook(self._fail)
         else:
@@ -73,7 +77,9 @@ class Memory(Callback):
 
     def _fail(self, gradient: Tensor | None = None) -> None:
         self.failures.append(self.step)
-        raise self.error()
+        # Whoever keeps the error must not keep the tensors of the calls that it ended.
+        self.errors.append(self.error())
+        raise self.errors[-1]
 
 
 def train(values: dict[str, Any], *callbacks: Callback) -> tuple[dict[str, Tensor], list[dict[str, Any]], str]:
@@ -253,14 +259,15 @@ class TestErrors:
                 failed.append(self.run.runner.running)
                 super()._fail(gradient)
 
-        values = values_of(CHAT | {"data.context_length": 256, "training.max_tokens_per_gpu": 512}, "run")
+        values = values_of(
+            ROWS | {"data.path": str(chat_file), "data.packing": False, "data.context_length": 256}, "run"
+        )
         with pytest.raises(OutOfMemoryError) as caught:
-            train(values, KeepFailed(8, 2, "backward"))
+            train(values, KeepFailed(16, 3, "backward"))
         shapes = [tuple(batch.ids.shape) for batch in failed]
-        assert len(shapes) > 2
-        assert shapes == sorted(shapes, reverse=True)
+        assert [rows for rows, _ in shapes] == [4, 2, 1]
         match = re.fullmatch(
-            rf"out of memory on cpu while computing step 2, in a micro-batch of 1 x {shapes[-1][1]} tokens: "
+            rf"out of memory on cpu while computing step 3, in a micro-batch of 1 x {shapes[-1][1]} tokens: "
             rf"64 MiB more cannot be allocated\n  its rows: {re.escape(str(chat_file))}:(\d+) \((\d+) tokens\)",
             caught.value.message,
         )

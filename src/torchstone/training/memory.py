@@ -237,7 +237,7 @@ def describe_fit(run: Run, shape: Sequence[int] | None = None) -> str:
     # Unpacked rows may be shorter than the context.
     row_tokens = context_length if data.packed else min(context_length, int(data.train.lengths.max()))
     if shape is not None:
-        rows = min(rows, -(-math.prod(shape) // row_tokens))
+        rows = max(shape[0], math.prod(shape) // context_length)
         row_tokens, accumulates = math.prod(shape) // rows, accumulates or run.micro_batch_limit is not None
     flags = partial(size_flags, batch, training, context_length)
     if not isinstance(model, NativeModel) or run.ctx.world_size > 1 or not current_phase().startswith("computing step"):
