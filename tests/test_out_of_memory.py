@@ -259,9 +259,8 @@ class TestErrors:
                 failed.append(self.run.runner.running)
                 super()._fail(gradient)
 
-        values = values_of(
-            ROWS | {"data.path": str(chat_file), "data.packing": False, "data.context_length": 256}, "run"
-        )
+        unpacked = {"data.path": str(chat_file), "data.packing": False, "data.context_length": 256}
+        values = values_of(ROWS | unpacked, "run")
         with pytest.raises(OutOfMemoryError) as caught:
             train(values, KeepFailed(16, 3, "backward"))
         shapes = [tuple(batch.ids.shape) for batch in failed]

@@ -4,7 +4,7 @@ A step that runs out of memory is computed again in smaller micro-batches. The l
 whole global batch, so the result is the same within rounding. A document is never cut: attention would change.
 
 Rows are halved, again and again, so there are few numbers of rows; a single row is cut between two of its documents.
-A part is padded as `collate` would pad it. A split copies the four tensors once: 0.1 ms for 8 x 4096 tokens.
+A part is padded as `collate` would pad it. A split copies the four tensors once: 0.3 ms for 8 x 4096 tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def split_to_limit(
 def split_micro_batch(batch: MicroBatch, pad_id: int, shapes: BatchShapes = DEFAULT_SHAPES) -> list[MicroBatch]:
     """Two micro-batches: half of the rows each or, of a single row, documents with about half of the tokens each. A
     single document stays one micro-batch. Rows of padding are left out."""
-    lengths = (batch.doc_ids != PADDING_DOC_ID).sum(dim=1).numpy()
+    lengths = (batch.doc_ids.numpy() != PADDING_DOC_ID).sum(axis=1)
     rows = int((lengths > 0).sum())
     if rows > 1:
         middle = -(-rows // 2)

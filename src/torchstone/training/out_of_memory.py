@@ -9,7 +9,7 @@ The limit is a number of tokens, padding included, because memory follows it whe
 of the progress: a resumed run splits its batches as an uninterrupted one does, bit for bit. It is dropped when a run
 resumes on another device, in another layout, or with other settings that decide the memory.
 
-A step without such an error pays for a copy of the state of the random numbers: 3 us.
+A step without such an error pays for a copy of the state of the random numbers: 0.6 us on a CPU.
 """
 
 from __future__ import annotations
