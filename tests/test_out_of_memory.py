@@ -18,14 +18,17 @@ from torch import Tensor
 
 import processes
 from exact_runs import StopAt, assert_same_run
+from tiny import write_rows
 from torchstone import api
 from torchstone.data.collate import BatchShapes, MicroBatch, collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.split import num_documents, split_micro_batch, split_to_limit
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import OutOfMemoryError
+from torchstone.launch.memory_limit import MemoryLimit, read_limit, write_limit
 from torchstone.models.decoder import Block
 from torchstone.observe.metrics import read_metrics
+from torchstone.testing import launch_procs
 from torchstone.training.run import Callback, Run
 
 Settings = Callable[..., dict[str, Any]]
@@ -227,6 +230,29 @@ def test_memory_that_the_system_refuses(values_of: Any) -> None:
     assert largest_difference(load_file(files[0]), load_file(files[1])) <= 1e-6
 
 
+def test_ranks_with_different_numbers_of_parts_take_part_in_all_of_them(values_of: Any, tmp_path: Path) -> None:
+    """Each step has one long conversation, which stays whole, and many short ones, which the other rank splits."""
+    answers = ["a b c d e f g h i j k l m n o p q r s t u v w x y z" if n == 0 else "a b" for n in range(12)]
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}] for answer in answers]
+    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": messages} for messages in rows])
+    values = values_of(CHAT | {"training.max_steps": 3, "training.max_epochs": 3}, "expected")
+    values |= {"data.path": str(chats)}
+    _, expected, _ = train(values)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings = {"device": "cpu", "layout": "dp_shard 2", "training.precision": "fp32"}
+    settings |= {"model.recompute": "none", "model.loss": "full"}
+    write_limit(folder, MemoryLimit(24, 1, 2, settings))
+    launch_procs(processes.train, 2, values | {"output_dir": str(folder)})
+    lines = read_metrics(folder / "metrics.jsonl")
+    # The other rank has two parts, and two rows of padding, 8 tokens each.
+    assert [(line["micro_batches"], line["padding"], line["oom_splits"]) for line in lines] == [(4, 19, 2)] * 3
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], abs=1e-5)
+    # The checkpoint has it.
+    assert read_limit(folder) is None
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("error", "kind"),
@@ -330,8 +356,9 @@ class TestSplit:
             padding = part.doc_ids == -1
             assert set(part.ids[padding].tolist()) <= {7}
             assert set(part.labels[padding].tolist()) <= {-100}
-            # What is larger has one document; of complete rows all may have the same length.
-            assert part.ids.numel() <= max_tokens or num_documents(part) == 1
+            # What is larger would not be smaller in parts.
+            halves = split_micro_batch(part, 7, shapes)
+            assert part.ids.numel() <= max_tokens or max(half.ids.numel() for half in halves) == part.ids.numel()
         assert sum(map(num_documents, parts)) == sum(map(len, lengths))
 
     def test_rows_are_halved_and_documents_cut_in_the_middle(self) -> None:

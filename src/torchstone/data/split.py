@@ -34,6 +34,9 @@ def split_to_limit(
     parts = [batch] if batch.ids.numel() <= max_tokens else split_micro_batch(batch, pad_id, shapes)
     if len(parts) == 1:
         return parts
+    if max(part.ids.numel() for part in parts) == batch.ids.numel():
+        # Short documents beside a long one, or in a row of the shortest length that there is.
+        return [batch]
     return [part for each in parts for part in split_to_limit(each, max_tokens, pad_id, shapes)]
 
 
