@@ -53,7 +53,6 @@ def main() -> None:
         rows = options.tokens // options.length
         sizes = {"length": options.length, "rows": rows, "packed_tokens": None, "vocab_size": options.vocabulary}
         write_tokens(SimpleNamespace(**sizes), 1, Path(folder, "tokens.jsonl"))
-        write_tokens(shape, 1, Path(folder, "tokens.jsonl"))
         for depth in options.depth:
             print(json.dumps(measure(depth, options, folder)), flush=True)
 

@@ -28,6 +28,7 @@ from torchstone.data.cache import MIN_POOL_BYTES
 from torchstone.errors import WorkerError
 from torchstone.launch import local, supervise
 from torchstone.launch.gpus import Gpu
+from torchstone.launch.memory_limit import MemoryLimit, write_limit
 from torchstone.launch.nodes import TORCHRUN
 from torchstone.launch.plan import LaunchPlan
 from torchstone.parallel.mesh import init_distributed
@@ -451,6 +452,29 @@ class TestRestarts:
             "not restarted: it failed 3 times in the same way at step 0",
             "error: rank 0 failed first: ended with exit code 5",
         ]
+
+    def test_smaller_micro_batches_are_no_failure_until_they_get_no_smaller(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """A worker leaves half of the limit that it finds, but at least 8. There is one of an earlier launch."""
+        script = """
+file, n = folder / "micro-batch-limit.json", int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+old = json.loads(file.read_text())
+limit = {"tokens": max(8, old["tokens"] // 2), "step": n, "splits": n, "settings": {}}
+if rank == 1:
+    write(file.name, json.dumps(limit))
+    sys.exit(4)
+time.sleep(100)
+"""
+        write_limit(tmp_path, MemoryLimit(32, 7, 1, {}))
+        files = local.WorkerFiles(tmp_path / "logs", output_dir=tmp_path)
+        assert local.run_workers(LaunchPlan(2), command(script, tmp_path), files) == 4
+        lines = capfd.readouterr().err.splitlines()
+        assert [line for line in lines if "restart" in line] == [
+            f"restart with micro-batches of at most {tokens} tokens, from the last complete checkpoint"
+            for tokens in (16, 8)
+        ]
+        assert lines[-2].startswith("error: rank 1 failed first, while starting: ended with exit code 4")
 
     @pytest.mark.parametrize("code", [2, 3, 6, 75])
     def test_a_failure_that_would_repeat_itself_is_not_restarted(self, tmp_path: Path, code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,19 +26,25 @@ from torchstone.parallel.mesh import ParallelContext, ParallelDims
 from torchstone.parallel.projections import ShardedProjections
 from torchstone.training import memory
 from torchstone.training.memory import (
+    Change,
     StepSizes,
     accumulation_bytes,
     describe_fit,
     estimate_step_bytes,
+    frozen_bytes,
     hint_to_fit,
+    rank_changes,
     size_flags,
+    smaller_states,
     state_bytes,
 )
+from torchstone.training.run import Run
 from torchstone.training.setup import build_run
 from torchstone.training.step import compute_gradients
 
 GIB = 2**30
 CPU = torch.device("cpu")
+SIZE_KEYS = ("model.depth", "model.width", "model.heads", "model.tokenizer")
 LLAMA_1B = DecoderConfig(128256, 2048, 32, 8, 64, 8192, (LayerSpec(),) * 16, tied=True)
 PARAMETERS = 1_235_814_400
 # 8 x 4096 tokens in bf16: fp32 weights and moments, bf16 copies and gradients, whose sums are fp32.
@@ -115,6 +122,36 @@ class TestEstimate:
         assert len(tensors) == (28 if method == "osft" else 5 * 14)
         assert state_bytes(model, run.optimizer, projection) == expected + sum(tensor.nbytes for tensor in tensors)
 
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_what_smaller_states_need_is_predicted(self, precision: str, base_run: Path, settings: Any) -> None:
+        def build(**changes: Any) -> Run:
+            values = settings(model__path=str(base_run), optim__weight_decay=0.0, **changes)
+            values = {key: value for key, value in values.items() if key not in SIZE_KEYS}
+            return build_run(load_config(overrides=values), Console("quiet"), CPU)
+
+        def predictions(run: Run) -> dict[str, int]:
+            itemsize = 4 if precision == "fp32" else 2
+            sizes = replace(SIZES, state_bytes=state_bytes(run.model, run.optimizer), itemsize=itemsize)
+            return {text: state for text, state, _ in smaller_states(run.config, run.model, sizes, None)}
+
+        def actual(**changes: Any) -> int:
+            run = build(**changes)
+            return state_bytes(run.model, run.optimizer)
+
+        full = predictions(build(training__precision=precision))
+        lora = {"tuning__method": "lora", "tuning__lora_rank": 1}
+        of_lora = predictions(build(training__precision=precision, **lora))
+        pure = {"training__precision": "bf16-pure"}
+        assert list(full) == ["--training.precision bf16-pure", "--tuning.method lora"]
+        assert full["--training.precision bf16-pure"] == actual(**pure)
+        assert full["--tuning.method lora"] == frozen_bytes(build(training__precision=precision, **lora).model)
+        assert list(of_lora) == ["--training.precision bf16-pure", "--tuning.quantize_base nf4"]
+        assert of_lora["--training.precision bf16-pure"] == actual(**pure, **lora)
+        pytest.importorskip("bitsandbytes")
+        quantized = actual(training__precision=precision, tuning__quantize_base="nf4", **lora)
+        # Scales have a fixed size, which counts in so small a model.
+        assert 0 < quantized - of_lora["--tuning.quantize_base nf4"] < 16 * 2048
+
 
 def size_flags_of(rows: int) -> str:
     return f"--training.batch_size {rows} --training.global_batch_size 8"
@@ -156,6 +193,25 @@ class TestHint:
         assert hint_to_fit(sizes, 4 * GIB, size_flags_of, None) == (
             "use --model.recompute full and --training.batch_size 4 --training.global_batch_size 8, which needs about "
             "4 of 4 GiB; the global batch stays the same"
+        )
+
+    def test_three_changes_are_ranked_by_what_they_save(self) -> None:
+        recomputed, half = replace(SIZES, recompute="full"), replace(SIZES, rows=4, accumulates=True)
+        changes = [
+            Change("larger", replace(SIZES, rows=16)),
+            Change("half the rows", half),
+            Change("no state", replace(SIZES, state_bytes=0)),
+            Change("recompute", recomputed),
+            Change("nearly the same", replace(SIZES, row_tokens=4095)),
+        ]
+        assert rank_changes(SIZES, changes, int(24.5 * GIB)) == (
+            "of the 45.7 GiB that a step needs by an estimate, these save most: 1. recompute (23.0 GiB less, which "
+            "fits), 2. no state (18.4 GiB less), 3. half the rows (11.0 GiB less)"
+        )
+        assert ", which fits" not in rank_changes(SIZES, changes, None)
+        saved = estimate_step_bytes(SIZES) - estimate_step_bytes(half)
+        assert rank_changes(SIZES, changes[:2], None).endswith(
+            f"save most: 1. half the rows ({saved / GIB:.1f} GiB less)"
         )
 
     def test_weights_that_are_bf16_get_no_smaller(self) -> None:
@@ -220,6 +276,12 @@ class TestHint:
         else:
             flags = "--training.max_tokens_per_gpu 1024" if is_packed else "--training.batch_size 1"
             assert hint.startswith(f"use --model.recompute full and {flags} --training.global_batch_size 128, which")
+            ranked = re.search(r"these save most: 1\. (.*?) \(.* less.*\), 2\. (.*?) \(.*\), 3\. (.*?) \(.*\)$", hint)
+            assert ranked is not None, hint
+            half = f"--training.max_tokens_per_gpu {32 * 1024}" if is_packed else "--training.batch_size 32"
+            assert [ranked[1], ranked[2].partition(" (")[0]] == [
+                "--model.loss chunked", f"{half} --training.global_batch_size 128"
+            ]  # fmt: skip
 
     def test_the_flags_of_packed_conversations(self) -> None:
         batch = BatchSizes(50, None, 4096)

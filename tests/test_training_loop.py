@@ -626,9 +626,10 @@ class TestMemory:
         def fail(*args: Any) -> None:
             raise MemoryError
 
-        monkeypatch.setattr("torchstone.training.loop.compute_gradients", fail)
+        # There is no estimate for a validation.
+        monkeypatch.setattr("torchstone.training.loop.validation_loss", fail)
         with pytest.raises(OutOfMemoryError) as caught:
-            train(settings(**changes))
+            train(settings(data__validation_split=0.2, training__validate_every_steps=1, **changes))
         assert caught.value.hint == hint
 
     def test_other_errors_pass_unchanged(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -660,7 +660,8 @@ class Commands:
             code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
             if code == 0:
                 # The workers get the commits of what is on the hub.
-                files = WorkerFiles(_log_folder(config), pinned.read_text(), lock, output_dir / SECRET_FILE)
+                secret = output_dir / SECRET_FILE
+                files = WorkerFiles(_log_folder(config), pinned.read_text(), lock, secret, output_dir)
                 code = run_workers(plan, [*command, "train"], files, self.ignore_late_signals)
         if code:
             sys.exit(code)

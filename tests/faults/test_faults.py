@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 import processes
 from exact_runs import exact_metrics
 from selection import the_rest
+from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
+from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
 
 INJECT = Path(__file__).parent / "inject"
@@ -202,6 +206,35 @@ class TestRestarts:
         for name in names:
             files = [folder / "checkpoints/step-00000008" / name for folder in (undisturbed, restarted.folder)]
             assert files[0].read_bytes() == files[1].read_bytes(), name
+
+    def test_out_of_memory_restarts_with_smaller_micro_batches(
+        self, launch: Launch, tmp_path: Path, chat_file: Path
+    ) -> None:
+        """Of packed conversations: the ranks split theirs into different numbers."""
+        flags = {
+            "data.path": str(chat_file), "data.context_length": 64, "training.max_tokens_per_gpu": 128,
+            "training.global_batch_size": 12,
+        }  # fmt: skip
+        arguments = [f"--{key}={value}" for key, value in flags.items()]
+        result = launch(2, [[1, "computing step 6", "room for 72", 9]], *arguments)
+        assert result.code == 0, result.stderr
+        log = (result.folder / "logs/rank-1.log").read_text()
+        (limit,) = re.findall(r"restart with micro-batches of at most (\d+) tokens", result.stderr)
+        assert f"micro-batches have at most {limit} tokens: with more, this run was out of memory (oom_splits 1)" in log
+        assert (
+            "rank 1 failed first, while computing step 6: out of memory on cpu while computing step 6" in result.stderr
+        )
+        lines = read_metrics(result.folder / "metrics.jsonl")
+        assert [line["oom_splits"] for line in lines] == [0] * 4 + [1] * 4
+        undisturbed = tmp_path / "undisturbed"
+        values = json.loads((tmp_path / "run.json").read_text()) | flags | {"output_dir": str(undisturbed)}
+        launch_procs(processes.train, 2, values)
+        files = [shard_files(folder / "checkpoints/step-00000008", WEIGHTS) for folder in (undisturbed, result.folder)]
+        assert [len(each) for each in files] == [2, 2]
+        for a, b in ((load_file(x), load_file(y)) for x, y in zip(*files, strict=True)):
+            assert a.keys() == b.keys()
+            assert all((a[key] - b[key]).abs().max() <= 1e-6 for key in a)
+        assert not (result.folder / "micro-batch-limit.json").exists()
 
 
 @the_rest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiny import flags
+from tiny import flags, write_rows
 from tiny_families import make_model
 from torchstone import api
 from torchstone.errors import OutOfMemoryError
@@ -78,23 +78,46 @@ def out_of_memory_hint(values: dict[str, Any]) -> str:
     return hint
 
 
-def test_out_of_memory_names_the_change_that_fits(settings: Settings) -> None:
-    values = settings(
-        system__device="cuda", model__depth=16, model__width=512, data__context_length=1024, training__batch_size=64,
-        training__global_batch_size=64, training__max_steps=2, checkpoint__at_end=False, model__compile="block",
-    )  # fmt: skip
+@pytest.fixture
+def limit_memory() -> Iterator[Callable[[int], None]]:
+    """Limits what this process may have to so many GiB."""
     total = torch.cuda.get_device_properties(0).total_memory
-    try:
-        torch.cuda.set_per_process_memory_fraction(7 * 2**30 / total)
-        assert out_of_memory_hint(values).startswith("use --model.recompute full, which needs about ")
-        values["model.recompute"] = "full"
-        assert api.train(overrides=values).step == 2
-        values |= {"training.batch_size": 512, "training.global_batch_size": 512}
-        values["output_dir"] += "-larger"
-        match = re.match(
-            r"use --training.batch_size (\d+) --training.global_batch_size 512,", out_of_memory_hint(values)
-        )
-        assert match is not None
-        assert api.train(overrides=values | {"training.batch_size": int(match[1])}).step == 2
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    yield lambda size: torch.cuda.set_per_process_memory_fraction(size * 2**30 / total)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+LARGE = {
+    "system.device": "cuda", "model.depth": 16, "model.width": 512, "training.max_steps": 3, "checkpoint.at_end": False,
+    "model.compile": "block",
+}  # fmt: skip
+
+
+def test_out_of_memory_names_the_change_that_fits(
+    settings: Settings, tmp_path: Path, limit_memory: Callable[[int], None]
+) -> None:
+    """A row of one document cannot be split."""
+    text = write_rows(tmp_path / "long.jsonl", [{"text": "a b c d e f g h " * 20_000}])
+    values = settings() | LARGE | {"data.path": str(text), "data.context_length": 65536}
+    values |= {"training.batch_size": 1, "training.global_batch_size": 1}
+    limit_memory(7)
+    hint = out_of_memory_hint(values)
+    assert hint.startswith("use --model.recompute full, which needs about ")
+    assert re.search(r"these save most: 1\. .*--model\.recompute full \([^)]*, which fits\)", hint), hint
+    assert api.train(overrides=values | {"model.recompute": "full"}).step == 3
+
+
+def test_a_step_that_is_out_of_memory_is_repeated(settings: Settings, limit_memory: Callable[[int], None]) -> None:
+    sizes = {"data.context_length": 1024, "training.batch_size": 64, "training.global_batch_size": 64}
+    values = settings() | LARGE | sizes
+    losses = []
+    for name, size in (("all", None), ("little", 7)):
+        if size is not None:
+            limit_memory(size)
+        values["output_dir"] = f"{settings()['output_dir']}-{name}"
+        api.train(overrides=values)
+        lines = [json.loads(line) for line in (Path(values["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+        assert [line["oom_splits"] > 0 for line in lines] == [size is not None] * 3
+        losses.append([line["loss"] for line in lines])
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

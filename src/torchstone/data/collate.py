@@ -95,7 +95,7 @@ class MicroBatch(NamedTuple):
 
     def get_counts(self) -> BatchCounts:
         """`counts`, or the same counted now, on the CPU."""
-        return self.counts or _count(self.labels.numpy(), self.doc_ids.numpy())
+        return self.counts or count_documents(self.labels.numpy(), self.doc_ids.numpy())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
         ids, labels, positions, doc_ids = map(function, self.tensors)
@@ -125,10 +125,10 @@ def collate(rows: list[list[TokenSequence]], pad_id: int, shapes: BatchShapes = 
             doc_ids[b, columns] = document
             start += size
     tensors = (torch.from_numpy(array) for array in (ids, labels, positions, doc_ids))
-    return MicroBatch(*tensors)._replace(counts=_count(labels, doc_ids))
+    return MicroBatch(*tensors)._replace(counts=count_documents(labels, doc_ids))
 
 
-def _count(labels: np.ndarray, doc_ids: np.ndarray) -> BatchCounts:
+def count_documents(labels: np.ndarray, doc_ids: np.ndarray) -> BatchCounts:
     is_start: np.ndarray = np.ones(doc_ids.shape, dtype=bool)
     is_start[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
     starts = np.append(is_start.ravel().nonzero()[0], doc_ids.size)

@@ -160,10 +160,24 @@ class RunData:
             samples=len(indices),
             tokens=int(samples.lengths[indices].sum()),
             loss_tokens=int(samples.loss_tokens[indices].sum()),
-            padding=sum(int((batch.doc_ids == PADDING_DOC_ID).sum()) for batch in micro_batches),
+            padding=count_padding(micro_batches),
             first_sample=first_sample,
             mean_length=float((lengths**2).sum() / max(1, lengths.sum())),
         )
+
+    def documents(self, samples: Samples, indices: np.ndarray, dp_rank: int = 0, dp: int = 1) -> list[tuple[str, int]]:
+        """Where the documents of the same `step_batch` come from, and their lengths in tokens, in its order."""
+        return [
+            (origin, len(sequence.ids))
+            for ranks in self.batch_sizes.assign_micro_steps(indices, samples.lengths, dp)
+            for row in ranks[dp_rank]
+            for i in row
+            for origin, sequence in zip(samples.origins(i), samples.get(i), strict=True)
+        ]
+
+
+def count_padding(batches: Sequence[MicroBatch]) -> int:
+    return sum(int((batch.doc_ids == PADDING_DOC_ID).sum()) for batch in batches)
 
 
 def load_data(

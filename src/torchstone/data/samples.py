@@ -42,6 +42,10 @@ class Samples(ABC):
         """Where a sample comes from: `file:line` of its row. Errors never name a sample of packed text."""
         return f"sample {index}"
 
+    def origins(self, index: int) -> list[str]:
+        """Where the sequences of `get(index)` come from: `file:line` of each."""
+        return [self.origin(index)]
+
 
 class SequenceSamples(Samples):
     """One sequence of the cache per sample. `indices` selects the sequences."""
@@ -83,6 +87,10 @@ class StreamSamples(Samples):
             sequences.append(self.cache.sequence(int(self.indices[document]), low, high))
         return sequences
 
+    def origins(self, index: int) -> list[str]:
+        documents = self.indices[self._first[index] : self._last[index] + 1]
+        return [self.cache.origin(int(document)) for document in documents]
+
 
 class BestFitSamples(Samples):
     """Rows of at most `row_length` tokens of complete documents. Packing takes seconds and is cached on disk."""
@@ -95,8 +103,13 @@ class BestFitSamples(Samples):
         self.loss_tokens = _segment_sums(cache.loss_tokens[self.documents], self.offsets)
 
     def get(self, index: int) -> list[TokenSequence]:
-        row = self.documents[self.offsets[index] : self.offsets[index + 1]]
-        return [self.cache.sequence(int(document)) for document in row]
+        return [self.cache.sequence(int(document)) for document in self._documents(index)]
+
+    def origins(self, index: int) -> list[str]:
+        return [self.cache.origin(int(document)) for document in self._documents(index)]
+
+    def _documents(self, index: int) -> np.ndarray:
+        return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
 
 class ConcatSamples(Samples):
@@ -115,6 +128,10 @@ class ConcatSamples(Samples):
     def origin(self, index: int) -> str:
         part, index = self._locate(index)
         return part.origin(index)
+
+    def origins(self, index: int) -> list[str]:
+        part, index = self._locate(index)
+        return part.origins(index)
 
     def _locate(self, index: int) -> tuple[Samples, int]:
         number = int(np.searchsorted(self.ends, index, side="right"))

@@ -21,15 +21,18 @@ from pathlib import Path
 from torchstone import heartbeat
 from torchstone.atomic import write_text
 from torchstone.config.schema import SystemConfig
-from torchstone.errors import WorkerError
+from torchstone.errors import OutOfMemoryError, WorkerError
 from torchstone.heartbeat import print_line
 from torchstone.launch.gpus import worker_environment
+from torchstone.launch.memory_limit import LimitWatch
 from torchstone.launch.plan import LaunchPlan
 from torchstone.launch.rendezvous import LOOPBACK, NodeGroup, RankAssignment, interface_variables
 from torchstone.launch.supervise import EXIT_LOST, EXIT_SAVED, FORWARDED, POLL_INTERVAL, LaunchResult, Supervisor
 
 # Seconds for a preparation to end after a signal. It keeps what it has finished.
 PREPARE_GRACE = 5.0
+# Of workers one of which ran out of memory, on this node or on another one.
+OUT_OF_MEMORY_CODES = (OutOfMemoryError.exit_code, EXIT_LOST)
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,14 @@ class WorkerFiles:
 
     `logs` is the folder of their logs. `config` is the text of their config file, the last argument of their command.
     `lock` is the open file that locks the run's folder, which the workers inherit. `secret` is the file with the secret
-    of the rendezvous.
+    of the rendezvous. `output_dir` is the run's folder, in which a worker may leave a limit on micro-batches.
     """
 
     logs: Path
     config: str | None = None
     lock: int | None = None
     secret: Path | None = None
+    output_dir: Path | None = None
 
 
 def run_workers(
@@ -120,8 +124,10 @@ class Launch:
         """Starts the workers, and restarts them until they succeed or a restart makes no sense."""
         supervisor, max_restarts = self.supervisor, self.plan.max_restarts
         attempt = restarts = 0
+        limits = LimitWatch(self.files.output_dir if self.files else None)
         try:
             while True:
+                limits.begin_attempt()
                 assignment = self._single_node(attempt) if group is None else group.join(attempt)
                 if supervisor.signals or assignment is None:
                     reason = "while waiting for the other nodes" if group else "before the workers started"
@@ -140,6 +146,10 @@ class Launch:
                     and not supervisor.signals
                     and group.is_growing()
                 ):
+                    continue
+                if not supervisor.signals and result.exit_code in OUT_OF_MEMORY_CODES and limits.is_smaller():
+                    print_line(str(result.message))
+                    print_line(f"restart with {limits.describe()}, from the last complete checkpoint")
                     continue
                 if restarts == max_restarts or not supervisor.may_restart(result):
                     return result

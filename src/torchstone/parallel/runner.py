@@ -74,6 +74,8 @@ class Runner:
         self.longest_document = longest_document
         # Of OSFT.
         self.projection: SubspaceProjection | None = None
+        # The micro-batch that is being computed, or that failed; of a pipeline, the largest one.
+        self.running: MicroBatch | None = None
 
     @cached_property
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -83,12 +85,12 @@ class Runner:
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""
-        with self._document_limits(batches), self._loss_parallel():
+        with self._document_limits(batches), self._loss_parallel(), self._track_running(batches):
             if self.pipeline is not None:
                 return self._own_share(self.pipeline.forward_backward(batches, self.packed, 1.0 / loss_tokens))
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             for index, batch in enumerate(batches):
-                is_last = index == len(batches) - 1
+                self.running, is_last = batch, index == len(batches) - 1
                 set_fsdp_sync(self.fsdp_roots, is_last, self._reduces_once, self.parallel.zero)
                 loss = micro_batch_loss(self.model.module, *self._inputs(batch), grad_scale=1 / loss_tokens)
                 (loss / loss_tokens).backward()
@@ -99,11 +101,12 @@ class Runner:
     def forward(self, batches: Iterable[MicroBatch]) -> Tensor:
         """This rank's share of the loss sum, without gradients."""
         batches = list(batches)
-        with self._document_limits(batches), self._loss_parallel():
+        with self._document_limits(batches), self._loss_parallel(), self._track_running(batches):
             if self.pipeline is not None:
                 return self._own_share(self.pipeline.forward(batches, self.packed))
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             for batch in batches:
+                self.running = batch
                 total += micro_batch_loss(self.model.module, *self._inputs(batch))
         return self._own_share(total)
 
@@ -151,6 +154,13 @@ class Runner:
         finally:
             for decoder in decoders:
                 decoder.document_limits = None
+
+    @contextmanager
+    def _track_running(self, batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """`running` stays set after an error in a micro-batch, and only then."""
+        self.running = None if self.pipeline is None else max(batches, key=lambda batch: batch.ids.numel())
+        yield
+        self.running = None
 
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int | None]:
         # gloo aborts the process if the ranks' shards of a row have different lengths.

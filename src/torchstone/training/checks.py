@@ -125,8 +125,14 @@ def translate_out_of_memory(activity: str | None, device: torch.device, hint: Ca
     except (RuntimeError, MemoryError, OSError) as error:
         if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):
             raise
-        reason = next(iter(str(error).splitlines()), "out of memory")
-        if allocated := re.search(r"tried to allocate (\d+) bytes", reason):
-            reason = f"{int(allocated[1]) / 2**20:,.0f} MiB more cannot be allocated"
         activity = activity or current_phase()
-        raise OutOfMemoryError(f"out of memory on {device} while {activity}: {reason}", hint()) from None
+        message = f"out of memory on {device} while {activity}: {out_of_memory_reason(error)}"
+        raise OutOfMemoryError(message, hint()) from None
+
+
+def out_of_memory_reason(error: BaseException) -> str:
+    """The first line of an out-of-memory error, with bytes as MiB."""
+    reason = next(iter(str(error).splitlines()), "out of memory")
+    if allocated := re.search(r"tried to allocate (\d+) bytes", reason):
+        return f"{int(allocated[1]) / 2**20:,.0f} MiB more cannot be allocated"
+    return reason

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from torch import Tensor
+
 from torchstone.atomic import read_json_or_empty
 from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.checkpoint.manifest import checkpoint_name
@@ -23,11 +25,13 @@ from torchstone.checkpoint.save import BEST_FILE, best_step, mark_best, prune_ch
 from torchstone.data.loader import StepBatch
 from torchstone.errors import NumericalError, StoppedBySignal
 from torchstone.heartbeat import end_startup, report_phase
+from torchstone.launch.memory_limit import remove_limit
 from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import lr_at_step
 from torchstone.training.checks import check_saved_state, translate_out_of_memory
 from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.memory import describe_fit
+from torchstone.training.out_of_memory import training_attempts, validation_attempts
 from torchstone.training.run import Callback, Run, TrainResult
 from torchstone.training.sample_text import generate_samples
 from torchstone.training.step import compute_gradients, measure_osft, optimizer_step, record_event, validation_loss
@@ -100,15 +104,19 @@ def _start_step(run: Run, batch: StepBatch) -> StartedStep:
     report_phase(f"computing step {step}", step)
     run.stop_request.step = step
     lr = lr_at_step(progress.step, run.schedule.total_steps, optim)
-    result = compute_gradients(run.runner, batch, step)
+    attempts = training_attempts(run, batch)
+    while not attempts.is_done:
+        with attempts:
+            result = compute_gradients(run.runner, attempts.batch, step)
+    batch = attempts.batch
     optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
     progress.step = step
     progress.samples += batch.samples
     progress.tokens += batch.tokens
     progress.loss_tokens += batch.loss_tokens
     osft_error = measure_osft(run.runner, step)
-    end, memory = record_event(run.device), memory_bytes(run.device)
-    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory, end, osft_error)
+    end, memory, splits = record_event(run.device), memory_bytes(run.device), progress.oom_splits
+    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory, splits, end, osft_error)
 
 
 def _log_startup(run: Run) -> None:
@@ -238,8 +246,17 @@ def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
             report_phase(f"validating after step {run.progress.step}")
             yield batch
 
+    def forward(name: str, batch: StepBatch) -> Tensor:
+        attempts = validation_attempts(run, batch, name)
+        while not attempts.is_done:
+            with attempts:
+                loss = run.runner.forward(attempts.batch.micro_batches)
+        return loss
+
     start_time = time.perf_counter()
-    losses = {name: validation_loss(run.runner, batches(name))[0] for name in run.data.validation}
+    losses = {
+        name: validation_loss(run.runner, batches(name), partial(forward, name))[0] for name in run.data.validation
+    }
     for name, loss in losses.items():
         if not math.isfinite(loss):
             raise NumericalError(
@@ -265,6 +282,9 @@ def _save_checkpoint(run: Run, log: StepLog) -> None:
     is_complete = run.schedule.is_done(run.progress) and run.progress.pending_metrics is None
     state = run.progress.to_dict() | run.checkpoint_info | {"is_complete": is_complete}
     run.checkpoint = save_checkpoint(root, step, run.model, run.tokenizer, run.optimizer, state, run.ctx)
+    if run.ctx.is_main:
+        # The checkpoint has it.
+        remove_limit(run.output_dir)
     mark_best_checkpoint(run)
     keep_last, protected = run.config.checkpoint.keep_last, (run.checkpoint, run.resumed_from)
     removed = prune_checkpoints(root, keep_last, protected, run.console.warn) if run.ctx.is_main else []

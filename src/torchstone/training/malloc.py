@@ -48,6 +48,13 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
     finally:
         libc.mallopt(M_MMAP_THRESHOLD, DEFAULT_MMAP_THRESHOLD)
         libc.mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD)
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Gives what malloc has kept back to the system, as after a step that ran out of memory."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 

@@ -6,15 +6,18 @@ moments, which are exact, the activations that the backward pass keeps, one bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from torchstone.config.schema import TrainingConfig
+from torchstone.checkpoint.model_folder import block_linears
+from torchstone.config.schema import Config, TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes
 from torchstone.heartbeat import current_phase
+from torchstone.loss.chunked import CPU_CHUNK_TOKENS, MAX_CHUNK_TOKENS
 from torchstone.models.decoder import DecoderConfig
 from torchstone.models.model import Model, NativeModel
 from torchstone.optim.adamw import AdamW
@@ -24,12 +27,14 @@ from torchstone.optim.muon import Muon
 from torchstone.training.checks import SMALLER_PRECISION
 from torchstone.training.run import Run
 from torchstone.tuning.osft import SubspaceProjection
-from torchstone.tuning.quantize import QuantizedLinear
+from torchstone.tuning.quantize import QuantizedLinear, bytes_per_weight
 
 # What the allocator cannot use, and CUDA's own memory.
 USABLE = 0.95
 # The shortest data.context_length that is proposed.
 MIN_CONTEXT_LENGTH = 128
+# How many changes an error lists, and the numbers of GPUs that it proposes.
+MAX_CHANGES, GPU_COUNTS = 3, (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,98 @@ def hint_to_fit(
     )
 
 
-def describe_fit(run: Run) -> str:
-    """What to change when a run is out of memory: on a single GPU what fits, by an estimate, elsewhere what helps."""
+@dataclass(frozen=True)
+class Change:
+    """A change that makes a step smaller: what to type, and the sizes of the step with it."""
+
+    text: str
+    sizes: StepSizes
+
+
+def rank_changes(sizes: StepSizes, changes: Iterable[Change], memory: int | None) -> str:
+    """The changes that save most by the estimate, each alone, and what they save; also whether a step then fits into
+    `memory` bytes, if that is known."""
+    needed, texts = estimate_step_bytes(sizes), list[str]()
+    saved = [(needed - estimate_step_bytes(change.sizes), change.text) for change in changes]
+    for size, text in sorted(saved, key=lambda each: -each[0])[:MAX_CHANGES]:
+        if size > 0:
+            fits = memory is not None and needed - size <= USABLE * memory
+            texts.append(f"{len(texts) + 1}. {text} ({_size_text(size)} less{', which fits' if fits else ''})")
+    return f"of the {_size_text(needed)} that a step needs by an estimate, these save most: {', '.join(texts)}"
+
+
+def possible_changes(
+    run: Run, sizes: StepSizes, flags_for_rows: Callable[[int], str], memory: int | None
+) -> list[Change]:
+    """All that may make a step smaller, each alone."""
+    config, model = run.config, run.model
+    shorter, length = config.data.context_length // 2, min(sizes.row_tokens, config.data.context_length // 2)
+    changes = [Change("--model.recompute full", replace(sizes, recompute="full"))]
+    if sizes.chunk_tokens is None:
+        chunk_tokens = CPU_CHUNK_TOKENS if run.device.type == "cpu" else MAX_CHUNK_TOKENS
+        changes.append(Change("--model.loss chunked", replace(sizes, chunk_tokens=min(sizes.tokens, chunk_tokens))))
+    if sizes.rows > 1:
+        text = f"{flags_for_rows(sizes.rows // 2)} (the global batch stays the same)"
+        changes.append(Change(text, replace(sizes, rows=sizes.rows // 2, accumulates=True)))
+    if shorter >= MIN_CONTEXT_LENGTH:
+        changes.append(Change(f"--data.context_length {shorter} in a new run", replace(sizes, row_tokens=length)))
+    # The state is what a step has besides its activations.
+    for text, state, itemsize in smaller_states(config, model, sizes, run.runner.projection):
+        changed = replace(sizes, state_bytes=state, accumulation_bytes=0, itemsize=itemsize)
+        changes.append(Change(f"{text} in a new run", changed))
+    if run.device.type == "cuda" and config.tuning.quantize_base == "none":
+        # Every rank has all of a quantized base.
+        changes.append(_shard(sizes, memory))
+    return changes
+
+
+def smaller_states(
+    config: Config, model: Model, sizes: StepSizes, projection: SubspaceProjection | None
+) -> Iterator[tuple[str, int, int]]:
+    """Settings with smaller weights, gradients and moments, their bytes, and those of a computed number."""
+    precision = SMALLER_PRECISION.get(config.training.precision)
+    if precision is not None:
+        # A trained weight, its gradients and moments have half the bytes; a frozen one is computed with as it is.
+        frozen = frozen_bytes(model, projection)
+        yield f"--training.precision {precision}", (sizes.state_bytes - frozen) // 2 + 2 * frozen // sizes.itemsize, 2
+    if config.tuning.method == "full" and config.model.path is not None:
+        # Without the adapters, which are small.
+        yield "--tuning.method lora", sizes.itemsize * model.parameter_count, sizes.itemsize
+    if config.tuning.method == "lora" and config.tuning.quantize_base == "none":
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not p.requires_grad}
+        weights = sum(math.prod(shapes[f"{linear}.weight"]) for linear in block_linears(shapes))
+        saved = int(weights * (sizes.itemsize - bytes_per_weight("nf4")))
+        yield "--tuning.quantize_base nf4", sizes.state_bytes - saved, sizes.itemsize
+
+
+def frozen_bytes(model: Model, projection: SubspaceProjection | None = None) -> int:
+    """Of what `state_bytes` counts, that which has no gradients and moments."""
+    copies = {} if model.master_weights is None else model.master_weights.copies
+    frozen = [copies.get(p, p) for _, p in model.named_parameters() if not p.requires_grad]
+    linears = [module for part in model.model_parts for module in part.modules() if isinstance(module, QuantizedLinear)]
+    total = sum(to_local(tensor).nbytes for tensor in frozen) + sum(p.nbytes for each in linears for p in each.parts)
+    return total + (0 if projection is None else projection.nbytes)
+
+
+def _shard(sizes: StepSizes, memory: int | None) -> Change:
+    """On as few GPUs as fit, or on the most."""
+    for gpus in GPU_COUNTS:
+        state, accumulation = sizes.state_bytes // gpus, sizes.accumulation_bytes // gpus
+        sharded = replace(sizes, state_bytes=state, accumulation_bytes=accumulation)
+        change = Change(f"--nproc {gpus} ({gpus} GPUs)", sharded)
+        if memory is not None and estimate_step_bytes(sharded) <= USABLE * memory:
+            break
+    return change
+
+
+def _size_text(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+def describe_fit(run: Run, shape: Sequence[int] | None = None) -> str:
+    """What to change when a run is out of memory: what fits or saves most, by an estimate, or elsewhere what may help.
+
+    `shape`: rows and tokens of the micro-batch that did not fit, if it is known. Only on a GPU the memory is known."""
     model, device, data, dp = run.model, run.device, run.data, run.ctx.dims.dp
     batch, training, context_length = data.batch_sizes, run.config.training, run.config.data.context_length
     if batch.micro_batch_tokens is not None:
@@ -139,20 +234,30 @@ def describe_fit(run: Run) -> str:
     else:
         assert batch.micro_batch_rows is not None
         rows, accumulates = max(batch.row_counts(dp)), batch.global_batch_size > dp * batch.micro_batch_rows
-    flags = partial(size_flags, batch, training, context_length)
-    is_estimated = isinstance(model, NativeModel) and device.type == "cuda" and run.ctx.world_size == 1
-    if not is_estimated or not current_phase().startswith("computing step"):
-        return _what_helps(model, flags(rows // 2) if rows > 1 else None)
-    assert isinstance(model, NativeModel)
     # Unpacked rows may be shorter than the context.
     row_tokens = context_length if data.packed else min(context_length, int(data.train.lengths.max()))
+    if shape is not None:
+        rows = max(shape[0], math.prod(shape) // context_length)
+        row_tokens, accumulates = math.prod(shape) // rows, accumulates or run.micro_batch_limit is not None
+    flags = partial(size_flags, batch, training, context_length)
+    if not isinstance(model, NativeModel) or run.ctx.world_size > 1 or not current_phase().startswith("computing step"):
+        return _what_helps(model, flags(rows // 2) if rows > 1 else None)
+    sizes = _step_sizes(run, model, rows, row_tokens, bool(accumulates))
+    memory = available_memory(device) if device.type == "cuda" else None
+    ranking = rank_changes(sizes, possible_changes(run, sizes, flags, memory), memory)
+    if memory is None:
+        return ranking
+    return f"{hint_to_fit(sizes, memory, flags, SMALLER_PRECISION.get(training.precision))}; {ranking}"
+
+
+def _step_sizes(run: Run, model: NativeModel, rows: int, row_tokens: int, accumulates: bool) -> StepSizes:
     dtype = model.module.compute_dtype or next(model.module.parameters()).dtype
-    sizes = StepSizes(
+    return StepSizes(
         config=model.decoder_config,
         layers=sum(len(part.layers) for part in model.model_parts),
         state_bytes=state_bytes(model, run.optimizer, run.runner.projection),
         accumulation_bytes=accumulation_bytes(model),
-        accumulates=bool(accumulates),
+        accumulates=accumulates,
         row_tokens=row_tokens,
         rows=rows,
         itemsize=dtype.itemsize,
@@ -161,7 +266,6 @@ def describe_fit(run: Run) -> str:
         # Liger's chunks are small.
         chunk_tokens=0 if model.choices["model.loss"].value == "liger" else model.chunk_tokens,
     )
-    return hint_to_fit(sizes, available_memory(device), flags, SMALLER_PRECISION.get(training.precision))
 
 
 def _what_helps(model: Model, smaller_flags: str | None) -> str:

@@ -81,6 +81,11 @@ class Run:
         return self.progress.samples / len(self.data.train)
 
     @property
+    def micro_batch_limit(self) -> int | None:
+        """The most tokens of a micro-batch, padding included, since a larger one ran out of memory."""
+        return self.progress.micro_batch_limit
+
+    @property
     def early_stop_reason(self) -> str | None:
         return self.schedule.early_stop_reason(self.progress)
 

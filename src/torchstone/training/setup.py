@@ -71,6 +71,7 @@ from torchstone.training.defaults import (
 )
 from torchstone.training.hub_commits import hub_names
 from torchstone.training.loop import mark_best_checkpoint
+from torchstone.training.out_of_memory import limit_settings, restore_limit
 from torchstone.training.run import Run
 from torchstone.training.run_folder import check_identity, run_identity, warn_about_changes
 from torchstone.training.sample_text import choose_prompts
@@ -134,7 +135,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
         *_batch_size_warnings(data),
     ]:
         console.warn(warning)
-    info = _checkpoint_info(config, model, data, model_folder) | {
+    info = _checkpoint_info(config, runner, data, model_folder) | {
         "identity": identity,
         # The step after which metrics.jsonl begins: not 0 if the run began from a checkpoint of another one.
         "metrics_start": state.get("metrics_start", 0) if _is_own(checkpoint, config) else progress.last_logged_step,
@@ -142,6 +143,7 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     if checkpoint is not None and ctx.is_main:
         warn_about_changes(requested, checkpoint, state.get("resolved", {}), info["resolved"], console)
     run = Run(config, model, tokenizer, data, optimizer, runner, schedule, progress, console, info, checkpoint)
+    restore_limit(run, state.get("limit_settings"))
     if config.observe.sample_every_steps is not None:
         run.sample_prompts = choose_prompts(config, data, tokenizer, model)
     mark_best_checkpoint(run)
@@ -163,7 +165,8 @@ def _model_folder(config: Config, checkpoint: Path | None, ctx: ParallelContext,
     return folder
 
 
-def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: Path | None) -> dict[str, Any]:
+def _checkpoint_info(config: Config, runner: Runner, data: RunData, model_folder: Path | None) -> dict[str, Any]:
+    model = runner.model
     return {
         "version": __version__,
         "torch": torch.__version__,
@@ -174,6 +177,7 @@ def _checkpoint_info(config: Config, model: Model, data: RunData, model_folder: 
         "resolved": {key: choice.value for key, choice in model.choices.items()},
         "model": [*describe_choices(model.choices), *model.notes],
         "hub": hub_names(config),
+        "limit_settings": limit_settings(runner),
         # The dtype of exports; None for a new model.
         "source_dtype": None if model_folder is None else source_dtype(model_folder),
     } | (

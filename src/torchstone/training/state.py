@@ -14,6 +14,9 @@ class Progress:
 
     `pending_metrics` are the metrics of the last step if a signal interrupted its validation. The resumed run repeats
     the validation and writes them, so that its metrics and best loss match an uninterrupted run.
+
+    `micro_batch_limit`: the most tokens of a micro-batch, padding included, since a larger one ran out of memory
+    (training/out_of_memory.py). `oom_splits`: how often that happened.
     """
 
     step: int = 0
@@ -25,6 +28,8 @@ class Progress:
     pending_metrics: dict[str, Any] | None = None
     # Validations since the best one.
     stale_validations: int = 0
+    micro_batch_limit: int | None = None
+    oom_splits: int = 0
 
     @property
     def last_logged_step(self) -> int:
@@ -46,8 +51,8 @@ class Progress:
         if "owed" in values:
             # The name of this key in older checkpoints.
             values = values | {"pending_metrics": (values["owed"] or {}).get("values")}
-        # Checkpoints of version 0.1 do not have it.
-        values = {"stale_validations": 0} | values
+        # Older checkpoints do not have these.
+        values = {"stale_validations": 0, "micro_batch_limit": None, "oom_splits": 0} | values
         try:
             return cls(**{field.name: values[field.name] for field in fields(cls)})
         except KeyError as error:

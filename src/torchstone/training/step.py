@@ -8,7 +8,7 @@ tokens contributes zero. One all-reduce per step sums loss, squared gradient nor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cached_property
 
@@ -169,8 +169,13 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def validation_loss(runner: Runner, batches: Iterable[StepBatch]) -> tuple[float, int]:
-    """Returns the loss per token over all batches, and the number of loss tokens. Restores the train/eval mode."""
+def validation_loss(
+    runner: Runner, batches: Iterable[StepBatch], forward: Callable[[StepBatch], Tensor] | None = None
+) -> tuple[float, int]:
+    """Returns the loss per token over all batches, and the number of loss tokens. Restores the train/eval mode.
+
+    `forward`: this rank's share of the loss sum of a batch, by default `runner.forward`.
+    """
     model = runner.model
     was_training = model.module.training
     model.train(False)
@@ -178,7 +183,7 @@ def validation_loss(runner: Runner, batches: Iterable[StepBatch]) -> tuple[float
     loss_tokens = 0
     try:
         for batch in batches:
-            total += runner.forward(batch.micro_batches)
+            total += runner.forward(batch.micro_batches) if forward is None else forward(batch)
             loss_tokens += batch.loss_tokens
     finally:
         # Also after an interrupt: the checkpoint that follows saves sharded parameters.

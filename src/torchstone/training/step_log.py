@@ -33,6 +33,8 @@ class StartedStep:
     total_tokens: int
     # The peak while it was started. On a GPU the allocator knows only the order of the host.
     memory: int
+    # How often the run has run out of memory so far, and gone on with smaller micro-batches.
+    oom_splits: int
     # On a GPU, after its update.
     end: torch.cuda.Event | None
     # On the host when `end` has passed (`SubspaceProjection.measure`).
@@ -130,6 +132,7 @@ def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, A
         "cropped_tokens": counts.cropped_tokens,
         "samples": batch.samples,
         "micro_batches": len(batch.micro_batches),
+        "oom_splits": started.oom_splits,
         "epoch": started.epoch,
         "total_tokens": started.total_tokens,
         "tok_s": batch.tokens / seconds,

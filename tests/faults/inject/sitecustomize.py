@@ -27,12 +27,29 @@ def inject(faults: list[tuple[int, str, str, int]]) -> None:
     original, heartbeat.report_phase = heartbeat.report_phase, report_phase
 
 
+def limit_micro_batches(tokens: int) -> None:
+    """From now on larger ones run out of memory in this process, after their forward pass."""
+    import torch
+
+    from torchstone.parallel import runner
+
+    def micro_batch_loss(module, x, *args, **kwargs):
+        loss = original(module, x, *args, **kwargs)
+        if x.numel() > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss
+
+    original, runner.micro_batch_loss = runner.micro_batch_loss, micro_batch_loss
+
+
 def fail(kind: str) -> None:
     if "INJECT_TIME" in os.environ:
         with open(os.environ["INJECT_TIME"], "w") as file:
             file.write(str(time.monotonic()))
     if kind == "exception":
         raise ValueError("injected")
+    if kind.startswith("room for "):
+        limit_micro_batches(int(kind.removeprefix("room for ")))
     if kind == "out of memory":
         # The kernel refuses it.
         mmap.mmap(-1, 1 << 60)
