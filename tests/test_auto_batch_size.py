@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from exact_runs import StopAt, assert_same_run, exact_metrics
+from test_out_of_memory import Memory
 from tiny import flags
 from torchstone import api, discover_batch_size
 from torchstone.batchsize import probe
-from torchstone.batchsize.auto import choose_micro_batch, is_wanted
+from torchstone.batchsize.auto import cache_key, choose_micro_batch, is_wanted
+from torchstone.batchsize.cache import Entry, read_entries, write_entries
 from torchstone.batchsize.probe import RunProbe
 from torchstone.batchsize.search import Measurement, expected_load, fastest_size, find_largest, is_saturated
 from torchstone.config.load import load_config
@@ -361,6 +363,20 @@ class TestRuns:
         code, _, err = torchstone("train", *flags(values))
         assert (code, "Auto-discovery ends after auto_batch.time_limit 0.001 s" in err) == (0, True), err
         assert "Auto-discovery found device_batch_size=1: " in err
+
+    def test_a_size_that_runs_out_of_memory_later_is_not_found_again(self, settings: Settings, tmp_path: Path) -> None:
+        """Rows have 32 tokens; in a step there is room for two of them."""
+        values = settings(training__batch_size="auto", training__max_steps=1, training__global_batch_size=16)
+        entries = [Entry(size, 2 if size < 16 else 1, 10**6, float(size**0.5)) for size in (1, 2, 4, 8, 16)]
+        run = make_run(values)
+        key = cache_key(run, RunProbe(run))
+        write_entries(key, entries, pytest.fail)
+        result = api.train(overrides=values, callbacks=[Memory(tokens=64)])
+        assert result.checkpoint is not None
+        state = json.loads((result.checkpoint / "state.json").read_text())
+        assert (state["auto_batch"]["size"], state["micro_batch_limit"], state["oom_splits"]) == (16, 64, 3)
+        assert [each.size for each in read_entries(key, pytest.fail) if each.used is None] == [3, 4, 8, 16]
+        assert discovered(values | {"output_dir": str(tmp_path / "next")}, tmp_path / "next") == 2
 
     def test_free_memory_is_that_of_the_container(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "memory.max").write_text("3000000000\n")

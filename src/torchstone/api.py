@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchstone import heartbeat, hub
-from torchstone.batchsize.auto import DoesNotFitError, choose_micro_batch, is_wanted
+from torchstone.batchsize.auto import DoesNotFitError, choose_micro_batch, is_wanted, remember_out_of_memory
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
@@ -183,7 +183,11 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
             profiler = StepProfiler(run)
             stack.callback(profiler.close)
             callbacks = [*callbacks, profiler]
-        return train_loop(run, callbacks)
+        oom_splits = run.progress.oom_splits
+        result = train_loop(run, callbacks)
+        if run.progress.oom_splits > oom_splits:
+            remember_out_of_memory(run)
+        return result
 
 
 def _build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext) -> Run:

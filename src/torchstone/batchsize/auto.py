@@ -69,6 +69,16 @@ def choose_micro_batch(run: Run) -> None:
     run.checkpoint_info["auto_batch"] = {"size": size, "recompute": recompute, "identity": identity}
 
 
+def remember_out_of_memory(run: Run) -> None:
+    """After a step that ran out of memory, though its size was found: the next run of this kind does not try it."""
+    limit = run.progress.micro_batch_limit
+    if "auto_batch" not in run.checkpoint_info or limit is None or not run.config.auto_batch.cache:
+        return
+    probe = RunProbe(run)
+    cached = CachedProbe(probe, cache_key(run, probe), True, run.console.warn)
+    cached.forget_above(limit // probe.row_tokens)
+
+
 def is_wanted(
     config: Config, shares_rows: bool, device: torch.device, flops: float | None, log: Callable[[str], None]
 ) -> bool:

@@ -54,6 +54,14 @@ class CachedProbe:
         if self.is_enabled and self.probe.step_count and self.probe.ranks.is_main:
             write_entries(self.key, self.entries, self.log)
 
+    def forget_above(self, size: int) -> None:
+        """Larger sizes have run out of memory, whatever was measured."""
+        failed = {size + 1} | {each.size for each in self.entries if each.size > size}
+        known = [each for each in self.entries if each.size not in failed]
+        known += [Entry(each, self.probe.micro_batches(each), None, None) for each in sorted(failed)]
+        if self.probe.ranks.is_main:
+            write_entries(self.key, known, self.log)
+
     def describe(self, seconds: float) -> str:
         """How the measurements were made, in words."""
         if not self.probe.step_count:

@@ -39,8 +39,8 @@ from torchstone.tuning.quantize import QuantizedLinear
 PHASE = "finding the batch size"
 # A step that is expected to need more than this share of the memory is not tried.
 SAFE_SHARE = 0.97
-# In seconds.
-SHORT_STEP = 1.0
+# Short steps are repeated, and the fastest one counts.
+MAX_REPEATS, REPEAT_SECONDS = 3, 1.0
 
 
 class MemoryBudget:
@@ -112,17 +112,18 @@ class Probe(ABC):
 
         def step() -> None:
             nonlocal seconds
-            seconds = self.step(size)
+            seconds = min(seconds, self.step(size))
 
         used: int | None = None
         try:
             # Until two sizes were compiled, and the moments exist, the first step is no measure of a later one.
             if not self._is_warm or (self.device.type == "cuda" and self.step_count < 2):
-                step()
+                self.step(size)
                 self._is_warm = True
             used = peak_bytes(self.device, step, self.tensors)
-            if self.ranks.all_reduce_max_each([round(seconds * 1e9)])[0] < SHORT_STEP * 1e9:
-                # On a CPU it was measured by a profiler, and on a GPU the allocator has grown: both take time.
+            # On a CPU a profiler has measured the step, and on a GPU the allocator has grown: both take time.
+            (nanoseconds,) = self.ranks.all_reduce_max_each([round(seconds * 1e9)])
+            for _ in range(min(MAX_REPEATS, int(REPEAT_SECONDS * 1e9) // max(1, nanoseconds))):
                 step()
         except (RuntimeError, MemoryError) as error:
             if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):
