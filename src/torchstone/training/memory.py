@@ -1,13 +1,12 @@
-"""What a training step needs on a GPU, estimated from the sizes of the model, and which change would make it fit.
+"""Which change would make a training step fit on a GPU, by the memory model of parallel/memory_estimate.py.
 
-The estimate is for the native decoder in one process, with compiled or uncompiled blocks: weights, gradients and
-moments, which are exact, the activations that the backward pass keeps, one block that is being computed, and the loss.
+Weights, gradients and moments are those of the run. The estimate is for the native decoder in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,78 +14,23 @@ import torch
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes
 from torchstone.heartbeat import current_phase
-from torchstone.models.decoder import DecoderConfig
+from torchstone.models.decoder import HEAD
 from torchstone.models.model import Model, NativeModel
 from torchstone.optim.adamw import AdamW
 from torchstone.optim.build import state_of
 from torchstone.optim.clip import to_local
 from torchstone.optim.muon import Muon
+from torchstone.parallel.memory_estimate import StepSizes, estimate_step_bytes
 from torchstone.training.checks import SMALLER_PRECISION
 from torchstone.training.run import Run
 from torchstone.tuning.osft import SubspaceProjection
+from torchstone.tuning.plan import LoraPlan
 from torchstone.tuning.quantize import QuantizedLinear
 
 # What the allocator cannot use, and CUDA's own memory.
 USABLE = 0.95
 # The shortest data.context_length that is proposed.
 MIN_CONTEXT_LENGTH = 128
-
-
-@dataclass(frozen=True)
-class StepSizes:
-    """What decides the memory of a step on one GPU."""
-
-    config: DecoderConfig
-    # Layers, and bytes of weights, gradients and moments, of this rank.
-    layers: int
-    state_bytes: int
-    # More bytes of gradients if a step has several micro-batches, and whether it has.
-    accumulation_bytes: int
-    accumulates: bool
-    # A micro-batch has `rows` rows of `row_tokens` tokens. If documents share rows, a row is one context length.
-    row_tokens: int
-    rows: int
-    itemsize: int
-    recompute: str
-    is_compiled: bool
-    # None: all logits.
-    chunk_tokens: int | None
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.row_tokens
-
-
-def estimate_step_bytes(sizes: StepSizes) -> int:
-    kept = sizes.tokens * _kept_per_token(sizes.config, sizes.recompute, sizes.itemsize, sizes.is_compiled)
-    block = sizes.tokens * _kept_per_token(sizes.config, "none", sizes.itemsize, sizes.is_compiled)
-    state = sizes.state_bytes + (sizes.accumulation_bytes if sizes.accumulates else 0)
-    return state + sizes.layers * kept + max(block, _loss_bytes(sizes))
-
-
-def _kept_per_token(config: DecoderConfig, recompute: str, itemsize: int, is_compiled: bool) -> int:
-    """Bytes that one block keeps of one token for its backward pass."""
-    width, mlp, queries, keys, values = config.width, config.mlp_width, *config.qkv_features
-    if recompute == "full":
-        return itemsize * width
-    # Both inputs of the residual stream, queries, keys, values, the output of attention, the MLP's projections.
-    elements = 2 * width + 2 * queries + keys + values + 2 * mlp
-    if recompute == "selective":
-        return itemsize * elements // 2
-    if recompute == "none":
-        # The outputs of both norms, and what the last projection reads.
-        elements += 2 * width + (mlp if config.is_gated else 0)
-    # Uncompiled norms keep two fp32 copies of their input.
-    return itemsize * elements + (0 if is_compiled else 16 * width)
-
-
-def _loss_bytes(sizes: StepSizes) -> int:
-    vocabulary, width = sizes.config.vocab_size, sizes.config.width
-    if sizes.chunk_tokens is None:
-        # The logits, their fp32 logarithms and the gradients of both.
-        return sizes.tokens * vocabulary * 2 * (sizes.itemsize + 4)
-    # A chunk of logits, the head's gradient in fp32, and the gradient of the hidden states.
-    return vocabulary * (sizes.chunk_tokens * sizes.itemsize + 4 * width) + sizes.itemsize * sizes.tokens * width
 
 
 def hint_to_fit(
@@ -160,6 +104,9 @@ def describe_fit(run: Run) -> str:
         is_compiled=model.choices["model.compile"].value != "none",
         # Liger's chunks are small.
         chunk_tokens=0 if model.choices["model.loss"].value == "liger" else model.chunk_tokens,
+        gradient_bytes=gradient_bytes(model),
+        trains_head=model.tuning is None or model.tuning.is_trained(HEAD),
+        has_fused_lora=isinstance(model.tuning, LoraPlan),
     )
     return hint_to_fit(sizes, available_memory(device), flags, SMALLER_PRECISION.get(training.precision))
 
@@ -213,6 +160,12 @@ def state_bytes(model: Model, optimizer: AdamW | Muon, projection: SubspaceProje
     linears = [module for part in model.model_parts for module in part.modules() if isinstance(module, QuantizedLinear)]
     total += sum(part.nbytes for linear in linears for part in linear.parts)
     return total + (0 if projection is None else projection.nbytes)
+
+
+def gradient_bytes(model: Model) -> int:
+    """How much of `state_bytes` are gradients."""
+    copies = {} if model.master_weights is None else model.master_weights.copies
+    return sum(to_local(copies.get(parameter, parameter)).nbytes for _, parameter in model.trained_parameters())
 
 
 def accumulation_bytes(model: Model) -> int:
