@@ -17,6 +17,7 @@ _API_NAMES = [
     "export",
     "generate",
     "inspect_data",
+    "plan",
     "prepare",
     "train",
     "train_tokenizer",

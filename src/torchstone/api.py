@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from torchstone import heartbeat, hub
 from torchstone.batchsize.auto import DoesNotFitError, choose_micro_batch, is_wanted, remember_out_of_memory
+from torchstone.batchsize.plan import Plan, make_plan
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
@@ -348,6 +349,28 @@ def prepare_with_config(config: Config) -> dict[str, Any]:
         "split_rows": data.counts.split_long,
         "cache_dir": config.data.cache_dir,
     }
+
+
+def plan(
+    config: Config | str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    world: int | None = None,
+    gpu: str | None = None,
+    search: bool = False,
+) -> dict[str, Any]:
+    """What a run needs: steps, tokens, memory per rank, hours and checkpoint size, from config.json and the data alone.
+
+    `world` processes on `gpu` (such as h100-80gb, or 40GiB), by default those of this machine. `search` also ranks the
+    layouts that fit by predicted tokens a second. `fits` says whether the plan fits.
+    """
+    return plan_with_config(_load_and_validate(config, overrides, preset, "plan"), world, gpu, search).to_dict()
+
+
+def plan_with_config(config: Config, world: int | None = None, gpu: str | None = None, search: bool = False) -> Plan:
+    if world is not None and world < 1:
+        raise UsageError(f"world {world} is less than 1")
+    return make_plan(download_with_config(config), world, gpu, search)
 
 
 def inspect_data(

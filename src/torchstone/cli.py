@@ -84,7 +84,7 @@ CountOrAll = Annotated[Literal["all"] | int, Parameter(validator=_check_not_nega
 SamplingFlags = Annotated[SamplingOptions, Parameter(name="*")]
 DEFAULT_SAMPLING = SamplingOptions()
 COMMAND_GROUPS = ("tokenizer", "launch")
-COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "launch")
+COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "plan", "launch")
 # Config keys of commands that do not train: those that errors about a model or its data name.
 MODEL_KEYS = (
     "model.implementation", "model.attention", "model.trust_remote_code", "data.chat_template",
@@ -180,6 +180,7 @@ def build_app(commands: Commands) -> App:
     app.command(commands.train, help_epilogue=KEYS_HELP)
     app.command(commands.prepare, help_epilogue=KEYS_HELP)
     app.command(commands.inspect_data, help_epilogue=KEYS_HELP)
+    app.command(commands.plan, help_epilogue=KEYS_HELP)
     app.command(commands.doctor)
     app.command(commands.evaluate, help_epilogue=_keys_help("evaluate"))
     app.command(commands.export)
@@ -341,6 +342,44 @@ class Commands:
             _print_json(report)
         else:
             print_report(report, sys.stdout.write, use_color=sys.stdout.isatty())
+
+    def plan(
+        self,
+        config: Path | None = None,
+        /,
+        *,
+        preset: str | None = None,
+        world: PositiveInt | None = None,
+        gpu: str | None = None,
+        search: Switch = False,
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Show what a run needs: memory per rank by component, steps, tokens, hours, checkpoint size. Reads no weights.
+
+        The exit code is 4 if the plan does not fit, or if --search finds nothing that fits.
+
+        Args:
+            config: JSON, YAML or TOML file.
+            preset: demo, demo-chat, debug or production.
+            world: Processes; by default one for each GPU of this machine.
+            gpu: Plan for other GPUs, such as h100-80gb, or for their memory, such as 40GiB.
+            search: Also rank the layouts that fit by predicted tokens a second.
+            as_json: Print unrounded JSON only.
+        """
+        resolved = self._resolve(config, preset, purpose="plan")
+        from torchstone import api
+        from torchstone.batchsize.plan import not_fitting
+        from torchstone.batchsize.plan_report import report_lines
+
+        result = api.plan_with_config(resolved, world, gpu, search)
+        if as_json:
+            _print_json(result.to_dict())
+        else:
+            for line in report_lines(result, "█" if is_terminal(sys.stdout) else "#"):
+                _print_line(line)
+        if not result.fits and not (result.search is not None and result.search.best):
+            sys.stdout.flush()
+            raise OutOfMemoryError(*not_fitting(result))
 
     def tokenizer_train(
         self,

@@ -189,7 +189,7 @@ class Discovery:
         return DoesNotFitError(
             f"not even one row fits: a step with micro-batches of {self.probe.row_tokens} tokens {needs}, but "
             f"{run.device} has {budget.memory / GIB:.2f} GiB{limit}",
-            describe_fit(run),
+            describe_fit(run, (1, self.probe.row_tokens)),
         )
 
 

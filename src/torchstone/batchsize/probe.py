@@ -30,13 +30,12 @@ from torchstone.heartbeat import report_phase
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.model import FallbackModel
 from torchstone.observe.allocator import allocated_bytes, peak_bytes
-from torchstone.training.checks import free_memory
-from torchstone.training.memory import accumulation_bytes, available_memory, state_bytes
+from torchstone.training.checks import free_memory, out_of_memory_reason
+from torchstone.training.memory import FINDING_BATCH_SIZE, accumulation_bytes, available_memory, state_bytes
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients, optimizer_step
 from torchstone.tuning.quantize import QuantizedLinear
 
-PHASE = "finding the batch size"
 # A step that is expected to need more than this share of the memory is not tried.
 SAFE_SHARE = 0.97
 # Short steps are repeated, and the fastest one counts.
@@ -107,7 +106,7 @@ class Probe(ABC):
 
     def measure(self, size: int) -> tuple[int | None, Measurement]:
         """The bytes of the step's peak (None: out of memory), and the measurement."""
-        report_phase(PHASE)
+        report_phase(FINDING_BATCH_SIZE)
         seconds = math.inf
 
         def step() -> None:
@@ -131,7 +130,7 @@ class Probe(ABC):
             if self.ranks.world_size > 1:
                 # The other ranks wait for this one.
                 raise OutOfMemoryError(
-                    f"out of memory on {self.device} while {PHASE}: {next(iter(str(error).splitlines()), '')}",
+                    f"out of memory on {self.device} while {FINDING_BATCH_SIZE}: {out_of_memory_reason(error)}",
                     "use a smaller --auto_batch.margin, or set --training.batch_size",
                 ) from None
         self.step_count += 1

@@ -548,7 +548,7 @@ LORA_RUN_KEYS = ("lora_plus_ratio", "adapter", "frozen_adapters", "quantize_base
 # Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
 PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
 
-Purpose = Literal["train", "data"]
+Purpose = Literal["train", "data", "plan"]
 # Rows per device and micro-step if training.batch_size is not set.
 DEFAULT_TEXT_ROWS, DEFAULT_CHAT_ROWS = 8, 4
 # Minutes between two checkpoints if no interval is set.
@@ -574,12 +574,15 @@ class Rule:
     hint: str | None = None
     # Preparing or inspecting data needs a tokenizer, but no model.
     only_for_training: bool = False
+    # A plan does without data.
+    is_about_data: bool = False
 
 
 def validate(config: Config, purpose: Purpose = "train") -> None:
     """Raises InvalidConfigError for the first violated rule."""
     for rule in RULES:
-        if (purpose == "train" or not rule.only_for_training) and rule.is_violated(config):
+        is_skipped = (purpose == "data" and rule.only_for_training) or (purpose == "plan" and rule.is_about_data)
+        if not is_skipped and rule.is_violated(config):
             hint = None if rule.hint is None else rule.hint.format(c=config)
             raise InvalidConfigError(rule.key, rule.message.format(c=config), hint)
 
@@ -741,6 +744,7 @@ RULES = [
         lambda c: not c.data.path,
         "no training data: data.path is not set",
         "use --data.path FILE.jsonl, or --data.path demo:corpus for the built-in corpus",
+        is_about_data=True,
     ),
     Rule(
         "data.weights",

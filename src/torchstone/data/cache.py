@@ -34,7 +34,7 @@ from torchstone.atomic import (
     temporary_path,
     write_text,
 )
-from torchstone.data.content_hash import content_hash, file_identity
+from torchstone.data.content_hash import content_hash, file_identity, known_hash
 from torchstone.data.encode import EncodedChunk, Encoder, EncodingConfig, RowCounts, TokenSequence
 from torchstone.data.formats import ROW_FORMATS, RowFormat, detect_format
 from torchstone.data.sources import (
@@ -249,6 +249,14 @@ def open_cache(
     if cache.counts.bad_rows and options.stop_on_bad_row:
         raise cache.first_bad_row().with_hint(SKIP_HINT)
     return cache
+
+
+def has_cache(source: DataSource, encoding: EncodingConfig, cache_dir: Path, max_rows: int | None = None) -> bool:
+    """Whether `open_cache` would find the cache, as far as that is known without reading the data."""
+    files = [path for name in source.files for path in content_files(name)]
+    if any(known_hash(path, cache_dir / "hashes") is None for path in files):
+        return False
+    return (cache_dir / _cache_key(source, encoding, max_rows, cache_dir)[:32] / "meta.json").is_file()
 
 
 def _cache_key(source: DataSource, encoding: EncodingConfig, max_rows: int | None, cache_dir: Path) -> str:

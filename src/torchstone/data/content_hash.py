@@ -25,17 +25,25 @@ def file_identity(path: Path) -> list[int]:
 
 def content_hash(path: Path, cache_dir: Path) -> str:
     """SHA-256 of the file `path`, cached in `cache_dir`."""
-    identity = file_identity(path)
-    entry_file = cache_dir / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-    entry = read_json_or_empty(entry_file)
-    if entry.get("identity") == identity:
-        return str(entry["sha256"])
+    identity, entry_file = file_identity(path), _entry_file(path, cache_dir)
+    if (known := known_hash(path, cache_dir)) is not None:
+        return known
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     is_settled = file_identity(path) == identity and time.time() - identity[-1] / 1e9 > SETTLED_SECONDS
     if is_settled and _can_write(cache_dir):
         write_text(entry_file, json.dumps({"path": str(path), "identity": identity, "sha256": digest}) + "\n")
     return digest
+
+
+def known_hash(path: Path, cache_dir: Path) -> str | None:
+    """The same, if it is in the cache."""
+    entry = read_json_or_empty(_entry_file(path, cache_dir))
+    return str(entry["sha256"]) if entry.get("identity") == file_identity(path) else None
+
+
+def _entry_file(path: Path, cache_dir: Path) -> Path:
+    return cache_dir / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
 
 
 def _can_write(cache_dir: Path) -> bool:

@@ -35,7 +35,7 @@ from torchstone.data.cache import (
     open_source,
 )
 from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, BatchShapes, MicroBatch, collate
-from torchstone.data.encode import RowCounts
+from torchstone.data.encode import EncodingConfig, RowCounts
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS, RowFormat, check_train_on
 from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
 from torchstone.data.samples import (
@@ -299,10 +299,7 @@ def tokenize_source(
     check_train_on(data.train_on)
     for note in source.notes:
         console.info(note)
-    is_text = source.row_format in TEXT_FORMATS
-    is_stream = is_text and data.packing and data.text_packing == "stream"
-    on_long_row = ("split" if is_text else "drop") if data.on_long_row == "auto" else data.on_long_row
-    max_length = None if is_stream else data.context_length
+    is_stream = _is_stream(data, source)
     if is_stream and data.on_long_row in ("drop", "truncate") and not inspect_only:
         console.warn(
             f"{source.title}: data.on_long_row {data.on_long_row} has no effect on packed text, which is one stream "
@@ -311,9 +308,7 @@ def tokenize_source(
     if source.row_format in CHAT_FORMATS:
         for token in tokenizer.unknown_template_tokens:
             console.warn(f"the chat template writes {token}, which is not a single token of {tokenizer.path}")
-    encoding = tokenizer.encoding_config(
-        source.row_format, max_length, "" if max_length is None else on_long_row, data.train_on, source.columns
-    )
+    encoding = source_encoding(data, source, tokenizer)
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
     options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row, needs_row_lengths=inspect_only)
     cache = open_cache(source, encoding, options, console, max_rows)
@@ -321,6 +316,19 @@ def tokenize_source(
         log_counts(cache, console)
         cache.check_trainable()
     return cache
+
+
+def source_encoding(data: DataConfig, source: DataSource, tokenizer: Tokenizer) -> EncodingConfig:
+    """How the rows of a source become tokens."""
+    if _is_stream(data, source):
+        return tokenizer.encoding_config(source.row_format, None, "", data.train_on, source.columns)
+    default = "split" if source.row_format in TEXT_FORMATS else "drop"
+    on_long_row = default if data.on_long_row == "auto" else data.on_long_row
+    return tokenizer.encoding_config(source.row_format, data.context_length, on_long_row, data.train_on, source.columns)
+
+
+def _is_stream(data: DataConfig, source: DataSource) -> bool:
+    return source.row_format in TEXT_FORMATS and data.packing and data.text_packing == "stream"
 
 
 def log_counts(cache: TokenCache, console: Console) -> None:

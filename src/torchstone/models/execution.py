@@ -72,6 +72,8 @@ class ExecutionOptions:
     optimizer: str = "adamw"
     # Training in FP8.
     fp8: Fp8Options | None = None
+    # A plan for another machine: what is installed here does not matter.
+    is_elsewhere: bool = False
 
 
 DEFAULT_EXECUTION = ExecutionOptions()
@@ -86,7 +88,7 @@ def choose_compile(execution: ExecutionOptions, device: torch.device) -> Choice:
         return Choice("none", "torch.compile computes wrong gradients with parallel.tp")
     if kernels := {"norm", "rope", "mlp"}.intersection(execution.liger):
         return Choice("none", f"model.liger {min(kernels)} would break its graphs")
-    if error := triton_error():
+    if not execution.is_elsewhere and (error := triton_error()):
         return Choice("none", error)
     if execution.run_flops is not None and execution.run_flops < MIN_FLOPS_TO_COMPILE:
         return Choice("none", f"the run is too short: {execution.run_flops / 1e15:.2g} PFLOP per device")

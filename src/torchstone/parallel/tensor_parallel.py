@@ -126,6 +126,29 @@ def tp_plan(decoder: Decoder, tp: int, residual: Placement) -> dict[str, Paralle
     return {name: style for name, style in plan.items() if name in modules}
 
 
+def tp_shard_dims(decoder: Decoder, tp: int) -> dict[str, int | None]:
+    """The dimension in which `apply_tensor_parallel` shards each parameter; None if it is replicated."""
+    plan, dims = tp_plan(decoder, tp, Replicate()), dict[str, int | None]()
+    for name, module in decoder.named_modules():
+        for kind, _ in module.named_parameters(recurse=False):
+            dims[f"{name}.{kind}"] = _shard_dim(plan.get(name), isinstance(module, nn.Embedding), kind)
+    for name, module in decoder.named_modules():
+        for adapter, factors in module.adapters.items() if isinstance(module, LoraLinear | OsftLinear) else ():
+            for kind, _ in factors.named_parameters():
+                dim, weight_dim = factors.sharded_dims[kind]
+                is_sharded = dims.get(f"{name}.weight") == weight_dim
+                dims[f"{name}.adapters.{adapter}.{kind}"] = dim if is_sharded else None
+    return dims
+
+
+def _shard_dim(style: ParallelStyle | None, is_embedding: bool, kind: str) -> int | None:
+    if isinstance(style, ColwiseParallel):
+        return 0
+    if isinstance(style, RowwiseParallel):
+        return 0 if is_embedding else 1 if kind == "weight" else None
+    return style.params.dim if isinstance(style, ReplicatedParams) and isinstance(style.params, Shard) else None
+
+
 def _shard_adapters(linear: LoraLinear | OsftLinear, mesh: DeviceMesh) -> None:
     """The factor that has the sharded dimension of the weight is sharded like it. The other is replicated, and its
     gradient is a partial sum."""

@@ -1,7 +1,6 @@
-"""What a training step needs on a GPU, estimated from the sizes of the model, and which change would make it fit.
+"""Which change would make a training step fit on a GPU, by the memory model of parallel/memory_estimate.py.
 
-The estimate is for the native decoder in one process, with compiled or uncompiled blocks: weights, gradients and
-moments, which are exact, the activations that the backward pass keeps, one block that is being computed, and the loss.
+Weights, gradients and moments are those of the run. The estimate is for the native decoder in one process.
 """
 
 from __future__ import annotations
@@ -18,80 +17,27 @@ from torchstone.config.schema import Config, TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes
 from torchstone.heartbeat import current_phase
 from torchstone.loss.chunked import CPU_CHUNK_TOKENS, MAX_CHUNK_TOKENS
-from torchstone.models.decoder import DecoderConfig
+from torchstone.models.decoder import HEAD
 from torchstone.models.model import Model, NativeModel
 from torchstone.optim.adamw import AdamW
 from torchstone.optim.build import state_of
 from torchstone.optim.clip import to_local
 from torchstone.optim.muon import Muon
+from torchstone.parallel.memory_estimate import StepSizes, estimate_step_bytes
 from torchstone.training.checks import SMALLER_PRECISION
 from torchstone.training.run import Run
 from torchstone.tuning.osft import SubspaceProjection
+from torchstone.tuning.plan import LoraPlan
 from torchstone.tuning.quantize import QuantizedLinear, bytes_per_weight
 
 # What the allocator cannot use, and CUDA's own memory.
 USABLE = 0.95
+# The phase in which batchsize/probe.py measures steps.
+FINDING_BATCH_SIZE = "finding the batch size"
 # The shortest data.context_length that is proposed.
 MIN_CONTEXT_LENGTH = 128
 # How many changes an error lists, and the numbers of GPUs that it proposes.
 MAX_CHANGES, GPU_COUNTS = 3, (2, 4, 8)
-
-
-@dataclass(frozen=True)
-class StepSizes:
-    """What decides the memory of a step on one GPU."""
-
-    config: DecoderConfig
-    # Layers, and bytes of weights, gradients and moments, of this rank.
-    layers: int
-    state_bytes: int
-    # More bytes of gradients if a step has several micro-batches, and whether it has.
-    accumulation_bytes: int
-    accumulates: bool
-    # A micro-batch has `rows` rows of `row_tokens` tokens. If documents share rows, a row is one context length.
-    row_tokens: int
-    rows: int
-    itemsize: int
-    recompute: str
-    is_compiled: bool
-    # None: all logits.
-    chunk_tokens: int | None
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.row_tokens
-
-
-def estimate_step_bytes(sizes: StepSizes) -> int:
-    kept = sizes.tokens * _kept_per_token(sizes.config, sizes.recompute, sizes.itemsize, sizes.is_compiled)
-    block = sizes.tokens * _kept_per_token(sizes.config, "none", sizes.itemsize, sizes.is_compiled)
-    state = sizes.state_bytes + (sizes.accumulation_bytes if sizes.accumulates else 0)
-    return state + sizes.layers * kept + max(block, _loss_bytes(sizes))
-
-
-def _kept_per_token(config: DecoderConfig, recompute: str, itemsize: int, is_compiled: bool) -> int:
-    """Bytes that one block keeps of one token for its backward pass."""
-    width, mlp, queries, keys, values = config.width, config.mlp_width, *config.qkv_features
-    if recompute == "full":
-        return itemsize * width
-    # Both inputs of the residual stream, queries, keys, values, the output of attention, the MLP's projections.
-    elements = 2 * width + 2 * queries + keys + values + 2 * mlp
-    if recompute == "selective":
-        return itemsize * elements // 2
-    if recompute == "none":
-        # The outputs of both norms, and what the last projection reads.
-        elements += 2 * width + (mlp if config.is_gated else 0)
-    # Uncompiled norms keep two fp32 copies of their input.
-    return itemsize * elements + (0 if is_compiled else 16 * width)
-
-
-def _loss_bytes(sizes: StepSizes) -> int:
-    vocabulary, width = sizes.config.vocab_size, sizes.config.width
-    if sizes.chunk_tokens is None:
-        # The logits, their fp32 logarithms and the gradients of both.
-        return sizes.tokens * vocabulary * 2 * (sizes.itemsize + 4)
-    # A chunk of logits, the head's gradient in fp32, and the gradient of the hidden states.
-    return vocabulary * (sizes.chunk_tokens * sizes.itemsize + 4 * width) + sizes.itemsize * sizes.tokens * width
 
 
 def hint_to_fit(
@@ -169,10 +115,10 @@ def possible_changes(
         changes.append(Change(text, replace(sizes, rows=sizes.rows // 2, accumulates=True)))
     if shorter >= MIN_CONTEXT_LENGTH:
         changes.append(Change(f"--data.context_length {shorter} in a new run", replace(sizes, row_tokens=length)))
-    # The state is what a step has besides its activations.
-    for text, state, itemsize in smaller_states(config, model, sizes, run.runner.projection):
-        changed = replace(sizes, state_bytes=state, accumulation_bytes=0, itemsize=itemsize)
-        changes.append(Change(f"{text} in a new run", changed))
+    changes += [
+        Change(f"{text} in a new run", smaller)
+        for text, smaller in smaller_states(config, model, sizes, run.runner.projection)
+    ]
     if run.device.type == "cuda" and config.tuning.quantize_base == "none":
         # Every rank has all of a quantized base.
         changes.append(_shard(sizes, memory))
@@ -181,21 +127,32 @@ def possible_changes(
 
 def smaller_states(
     config: Config, model: Model, sizes: StepSizes, projection: SubspaceProjection | None
-) -> Iterator[tuple[str, int, int]]:
-    """Settings with smaller weights, gradients and moments, their bytes, and those of a computed number."""
+) -> Iterator[tuple[str, StepSizes]]:
+    """Settings with smaller weights, gradients and moments."""
     precision = SMALLER_PRECISION.get(config.training.precision)
     if precision is not None:
         # A trained weight, its gradients and moments have half the bytes; a frozen one is computed with as it is.
         frozen = frozen_bytes(model, projection)
-        yield f"--training.precision {precision}", (sizes.state_bytes - frozen) // 2 + 2 * frozen // sizes.itemsize, 2
+        yield (
+            f"--training.precision {precision}",
+            replace(
+                sizes,
+                state_bytes=(sizes.state_bytes - frozen) // 2 + 2 * frozen // sizes.itemsize,
+                gradient_bytes=2 * sizes.gradient_bytes // sizes.itemsize,
+                accumulation_bytes=0,
+                itemsize=2,
+            ),
+        )
     if config.tuning.method == "full" and config.model.path is not None:
         # Without the adapters, which are small.
-        yield "--tuning.method lora", sizes.itemsize * model.parameter_count, sizes.itemsize
+        state = sizes.itemsize * model.parameter_count
+        changed = replace(sizes, state_bytes=state, gradient_bytes=0, accumulation_bytes=0, trains_head=False)
+        yield "--tuning.method lora", changed
     if config.tuning.method == "lora" and config.tuning.quantize_base == "none":
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not p.requires_grad}
         weights = sum(math.prod(shapes[f"{linear}.weight"]) for linear in block_linears(shapes))
         saved = int(weights * (sizes.itemsize - bytes_per_weight("nf4")))
-        yield "--tuning.quantize_base nf4", sizes.state_bytes - saved, sizes.itemsize
+        yield "--tuning.quantize_base nf4", replace(sizes, state_bytes=sizes.state_bytes - saved)
 
 
 def frozen_bytes(model: Model, projection: SubspaceProjection | None = None) -> int:
@@ -210,8 +167,8 @@ def frozen_bytes(model: Model, projection: SubspaceProjection | None = None) -> 
 def _shard(sizes: StepSizes, memory: int | None) -> Change:
     """On as few GPUs as fit, or on the most."""
     for gpus in GPU_COUNTS:
-        state, accumulation = sizes.state_bytes // gpus, sizes.accumulation_bytes // gpus
-        sharded = replace(sizes, state_bytes=state, accumulation_bytes=accumulation)
+        keys = ("state_bytes", "gradient_bytes", "accumulation_bytes")
+        sharded = replace(sizes, **{key: getattr(sizes, key) // gpus for key in keys})
         change = Change(f"--nproc {gpus} ({gpus} GPUs)", sharded)
         if memory is not None and estimate_step_bytes(sharded) <= USABLE * memory:
             break
@@ -240,7 +197,8 @@ def describe_fit(run: Run, shape: Sequence[int] | None = None) -> str:
         rows = max(shape[0], math.prod(shape) // context_length)
         row_tokens, accumulates = math.prod(shape) // rows, accumulates or run.micro_batch_limit is not None
     flags = partial(size_flags, batch, training, context_length)
-    if not isinstance(model, NativeModel) or run.ctx.world_size > 1 or not current_phase().startswith("computing step"):
+    is_step = current_phase().startswith(("computing step", FINDING_BATCH_SIZE))
+    if not isinstance(model, NativeModel) or run.ctx.world_size > 1 or not is_step:
         return _what_helps(model, flags(rows // 2) if rows > 1 else None)
     sizes = _step_sizes(run, model, rows, row_tokens, bool(accumulates))
     memory = available_memory(device) if device.type == "cuda" else None
@@ -265,6 +223,9 @@ def _step_sizes(run: Run, model: NativeModel, rows: int, row_tokens: int, accumu
         is_compiled=model.choices["model.compile"].value != "none",
         # Liger's chunks are small.
         chunk_tokens=0 if model.choices["model.loss"].value == "liger" else model.chunk_tokens,
+        gradient_bytes=gradient_bytes(model),
+        trains_head=model.tuning is None or model.tuning.is_trained(HEAD),
+        has_fused_lora=isinstance(model.tuning, LoraPlan),
     )
 
 
@@ -317,6 +278,12 @@ def state_bytes(model: Model, optimizer: AdamW | Muon, projection: SubspaceProje
     linears = [module for part in model.model_parts for module in part.modules() if isinstance(module, QuantizedLinear)]
     total += sum(part.nbytes for linear in linears for part in linear.parts)
     return total + (0 if projection is None else projection.nbytes)
+
+
+def gradient_bytes(model: Model) -> int:
+    """How much of `state_bytes` are gradients."""
+    copies = {} if model.master_weights is None else model.master_weights.copies
+    return sum(to_local(copies.get(parameter, parameter)).nbytes for _, parameter in model.trained_parameters())
 
 
 def accumulation_bytes(model: Model) -> int:

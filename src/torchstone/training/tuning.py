@@ -155,6 +155,17 @@ def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: E
             f"model.path {base} has only what was trained of a model", "merge it first with torchstone export"
         )
     model = read_base_model_info(base, execution)
+    ranks, trained = osft_ranks(tuning, model)
+    if checkpoint is not None:
+        check_base(read_osft_config(checkpoint).base_fingerprint, model.fingerprint, checkpoint, base)
+    values = None if checkpoint is None else open_osft(checkpoint)
+    vectors = SingularVectors(model.source, model.shapes, model.fingerprint)
+    return OsftPlan(trained, values, _base_name(config, base), model.fingerprint, ranks, ratio, vectors)
+
+
+def osft_ranks(tuning: TuningConfig, model: BaseModelInfo) -> tuple[dict[str, int], frozenset[str]]:
+    """r of the linears that are partly trained, and the parameters that are trained as a whole."""
+    ratio = tuning.unfreeze_rank_ratio
     targets = tuned_linears("tuning.osft_targets", tuning.osft_targets, model)
     for name in targets:
         if name in model.not_for_osft:
@@ -172,11 +183,7 @@ def _plan_osft(config: Config, base: Path, checkpoint: Path | None, execution: E
             f"tuning.unfreeze_rank_ratio {ratio:g} trains nothing of the targets, and nothing else is trained",
             "use a larger --tuning.unfreeze_rank_ratio, or --tuning.osft_train_rest true",
         )
-    if checkpoint is not None:
-        check_base(read_osft_config(checkpoint).base_fingerprint, model.fingerprint, checkpoint, base)
-    values = None if checkpoint is None else open_osft(checkpoint)
-    vectors = SingularVectors(model.source, model.shapes, model.fingerprint)
-    return OsftPlan(trained, values, _base_name(config, base), model.fingerprint, ranks, ratio, vectors)
+    return ranks, trained
 
 
 def decompose(plan: OsftPlan, device: torch.device, ctx: ParallelContext, console: Console) -> None:
