@@ -32,6 +32,7 @@ from torchstone.training.memory import (
     describe_fit,
     estimate_step_bytes,
     frozen_bytes,
+    gradient_bytes,
     hint_to_fit,
     rank_changes,
     size_flags,
@@ -134,9 +135,13 @@ class TestEstimate:
             return build_run(load_config(overrides=values), Console("quiet"), CPU)
 
         def predictions(run: Run) -> dict[str, int]:
+            """Of weights, gradients and moments together; those of the gradients are checked here."""
             itemsize = 4 if precision == "fp32" else 2
-            sizes = replace(SIZES, state_bytes=state_bytes(run.model, run.optimizer), itemsize=itemsize)
-            return {text: state for text, state, _ in smaller_states(run.config, run.model, sizes, None)}
+            state, gradients = state_bytes(run.model, run.optimizer), gradient_bytes(run.model)
+            sizes = replace(SIZES, state_bytes=state, gradient_bytes=gradients, itemsize=itemsize)
+            smaller = dict(smaller_states(run.config, run.model, sizes, None))
+            assert smaller["--training.precision bf16-pure"].gradient_bytes == gradients * 2 // itemsize
+            return {text: changed.state_bytes for text, changed in smaller.items()}
 
         def actual(**changes: Any) -> int:
             run = build(**changes)
@@ -209,8 +214,8 @@ class TestHint:
             Change("nearly the same", replace(SIZES, row_tokens=4095)),
         ]
         assert rank_changes(SIZES, changes, int(24.5 * GIB)) == (
-            "of the 45.7 GiB that a step needs by an estimate, these save most: 1. recompute (23.0 GiB less, which "
-            "fits), 2. no state (18.4 GiB less), 3. half the rows (11.0 GiB less)"
+            "of the 43.9 GiB that a step needs by an estimate, these save most: 1. recompute (20.8 GiB less, which "
+            "fits), 2. no state (18.4 GiB less), 3. half the rows (9.0 GiB less)"
         )
         assert ", which fits" not in rank_changes(SIZES, changes, None)
         saved = estimate_step_bytes(SIZES) - estimate_step_bytes(half)
