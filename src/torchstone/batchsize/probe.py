@@ -39,7 +39,7 @@ from torchstone.tuning.quantize import QuantizedLinear
 # A step that is expected to need more than this share of the memory is not tried.
 SAFE_SHARE = 0.97
 # Short steps are repeated, and the fastest one counts.
-MAX_REPEATS, REPEAT_SECONDS = 3, 1.0
+MAX_REPEATS, REPEAT_SECONDS, OUTLIER = 3, 1.0, 1.3
 
 
 class MemoryBudget:
@@ -87,6 +87,8 @@ class Probe(ABC):
         self.device, self.ranks, self.budget = device, ranks, budget
         self.step_count = self.oom_count = 0
         self._is_warm = False
+        # The nanoseconds of a size of 1 in the fastest step so far.
+        self._cost = math.inf
 
     def micro_batches(self, size: int) -> int:
         """How many a step has."""
@@ -120,9 +122,7 @@ class Probe(ABC):
                 self.step(size)
                 self._is_warm = True
             used = peak_bytes(self.device, step, self.tensors)
-            # On a CPU a profiler has measured the step, and on a GPU the allocator has grown: both take time.
-            (nanoseconds,) = self.ranks.all_reduce_max_each([round(seconds * 1e9)])
-            for _ in range(min(MAX_REPEATS, int(REPEAT_SECONDS * 1e9) // max(1, nanoseconds))):
+            for _ in range(self._repeats(size, seconds)):
                 step()
         except (RuntimeError, MemoryError) as error:
             if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):
@@ -139,6 +139,13 @@ class Probe(ABC):
             self.oom_count += 1
             self.free()
         return self._agree(used, seconds)
+
+    def _repeats(self, size: int, seconds: float) -> int:
+        """How often to repeat a step for its time, the same on all ranks. On a CPU a profiler has measured it, and on a
+        GPU the allocator has grown. If it took much longer than a smaller size, something was compiled, too."""
+        cost = max(1, *self.ranks.all_reduce_max_each([round(seconds * 1e9)])) / size
+        is_outlier, self._cost = cost > OUTLIER * self._cost, min(cost, self._cost)
+        return max(int(is_outlier), min(MAX_REPEATS, int(REPEAT_SECONDS * 1e9 / (cost * size))))
 
     def base_load(self) -> float:
         """Of a step without tokens."""
