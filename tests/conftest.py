@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torchstone import api, cli
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.builtin import tokenizer_folder
 from torchstone.demo.corpus import chat_rows, corpus_rows
+from torchstone.training import loop
 
 # More threads add in another order: with two, the suite stands in for another machine. Ranks have one thread.
 torch.set_num_threads(int(os.environ.get("TORCHSTONE_TEST_THREADS", "1")))
@@ -82,6 +85,17 @@ def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What runs keep for others is not left in the user's cache."""
     os.environ.setdefault("TORCHSTONE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def young_garbage() -> Iterator[None]:
+    """A run begins with a collection of all garbage. Among all that the tests import it takes a quarter of a second,
+    more than the steps of a short run. In this process it is one of young garbage; in others it is what it is. Old
+    garbage could hold memory of a GPU, so with one nothing changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(loop, "gc", SimpleNamespace(**vars(gc) | {"collect": lambda _=1: gc.collect(1)}))
+        yield
 
 
 @pytest.fixture(scope="session")

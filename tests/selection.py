@@ -1,5 +1,6 @@
 """Which of the longest tests `make test` runs: of those that start and end whole launches one of each kind, and of the
-largest layout one family. `make docs` (TESTS=docs) runs the documentation, `make test-all` (TESTS=all) everything.
+layouts those of up to eight processes. `make docs` (TESTS=docs) runs the documentation, `make test-all` (TESTS=all)
+everything.
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ import os
 
 import pytest
 
-the_rest = pytest.mark.skipif(
-    os.environ.get("TESTS") != "all", reason="one of its kind is run; `make test-all` runs all"
-)
+RUNS_ALL = os.environ.get("TESTS") == "all"
+the_rest = pytest.mark.skipif(not RUNS_ALL, reason="one of its kind is run; `make test-all` runs all")
 documentation = pytest.mark.skipif(
     os.environ.get("TESTS") not in ("docs", "all"), reason="`make docs` runs the commands of the documentation"
 )

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from selection import the_rest
 
+Command = Callable[..., tuple[int, str, str]]
 HARNESS = Path(__file__).parents[1] / "benchmarks/train.py"
 STEP = {"tokens": 100, "seconds": 0.5, "loss": 2.0, "grad_norm": 1.0}
 
@@ -81,11 +83,12 @@ def test_fp8_is_emulated_on_a_cpu() -> None:
     assert 0 < abs(fp8["worst_20"]) < 0.01
 
 
-def test_a_block_with_plain_and_fused_adapters() -> None:
+def test_a_block_with_plain_and_fused_adapters(run_main: Command) -> None:
     sizes = "--rows 2 --length 24 --width 64 --mlp-width 96 --heads 4 --kv-heads 2 --rounds 1 --compile none"
-    command = [sys.executable, str(HARNESS.parent / "models/lora.py"), "--device", "cpu", *sizes.split()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    plain, fused = map(json.loads, result.stdout.splitlines())
+    program = HARNESS.parent / "models/lora.py"
+    code, output, _ = run_main(runpy.run_path(str(program))["main"], program, "--device", "cpu", *sizes.split())
+    plain, fused = map(json.loads, output.splitlines())
+    assert code == 0
     assert (plain["variant"], plain["error"], fused["variant"]) == ("plain", 0, "fused")
     # Rounding: both compute the same, in another way.
     assert 0 < fused["error"] < 0.01

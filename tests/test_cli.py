@@ -391,7 +391,7 @@ def test_a_variable_that_is_no_number_is_named(
 @pytest.mark.parametrize(
     ("closed", "command", "code"),
     [
-        (">&-", "-m torchstone train --preset demo --print-config", 0),
+        (">&-", "-m torchstone train --help", 0),
         ("2>&-", "-m torchstone train --preset demo --optim.nothing 1", 2),
         ("<&- >&- 2>&-", "scripts/base_train.py --help", 0),
     ],

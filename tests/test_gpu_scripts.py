@@ -99,12 +99,8 @@ SHELL_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("./train_gpu.sh --debug ARGS", {"max_steps": 10}),
     ("./train_auto_gpu.sh --debug ARGS", {"max_steps": 10}),
 ]
-# Of each script.
-FIRST_COMMANDS = (
-    "bash run_training.sh --debug ARGS",
-    "./train_gpu.sh 3 --debug ARGS",
-    "./train_auto_gpu.sh --debug ARGS",
-)
+# The other scripts pass their arguments on in TestRealRuns.
+FIRST_COMMAND = "./train_auto_gpu.sh --debug ARGS"
 six_gpus_or_none = pytest.mark.skipif(
     0 < len(gpus.list_gpus()) < 6, reason="the commands name GPUs up to 5; this machine has fewer, but not none"
 )
@@ -180,7 +176,7 @@ class TestCommands:
     @six_gpus_or_none
     @pytest.mark.parametrize(
         ("command", "training"),
-        [pytest.param(*case, marks=() if case[0] in FIRST_COMMANDS else the_rest) for case in SHELL_COMMANDS],
+        [pytest.param(*case, marks=() if case[0] == FIRST_COMMAND else the_rest) for case in SHELL_COMMANDS],
     )
     def test_shell_scripts_pass_their_arguments_on(self, folder: Path, command: str, training: dict[str, Any]) -> None:
         result = shell(command.replace("ARGS", "--print-config"), folder)

@@ -526,6 +526,16 @@ with heartbeat.waiting_for_ranks():
         assert "in hang" in log
         assert "in hang" not in (tmp_path / "rank-0.log").read_text()
 
+    def test_a_stopped_worker_is_named_although_the_others_only_wait_for_it(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        script = "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        script += "with heartbeat.waiting_for_ranks():\n    time.sleep(100)\n"
+        assert self.run(self.STEP + script, tmp_path) == 7
+        assert capfd.readouterr().err.startswith(
+            "error: rank 1 failed first, while computing step 7: sent no heartbeat for "
+        )
+
     def test_a_worker_that_makes_progress_does_not_hang(self, tmp_path: Path) -> None:
         script = "for step in range(1, 9):\n    heartbeat.report_phase('computing', step)\n    time.sleep(1)\n"
         assert self.run(script, tmp_path) == 0
@@ -608,7 +618,9 @@ if rank == 0:
 time.sleep(100)
 """
         assert self.run(script, tmp_path, hang_timeout=60) == 75
-        assert message in capfd.readouterr().err.splitlines()
+        lines = capfd.readouterr().err.splitlines()
+        assert message in lines
+        assert (lines[-1] == "stopped by SIGINT before the first step: there is nothing new to save") == (step == 0)
 
     def test_a_child_process_of_a_worker_has_no_heartbeat(self, tmp_path: Path) -> None:
         names = {"TORCHSTONE_HEARTBEATS", "TORCHSTONE_LAUNCHER", "TORCHSTONE_LOCK", "TORCHELASTIC_ERROR_FILE"}

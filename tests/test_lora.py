@@ -27,15 +27,13 @@ from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.adapter_folder import (
     base_name,
-    open_adapter,
     read_adapter_config,
     write_adapter,
     write_adapter_config,
 )
-from torchstone.checkpoint.model_folder import decoder_shapes, load_model, read_base_model_info
-from torchstone.checkpoint.save import save_model
+from torchstone.checkpoint.model_folder import decoder_shapes, load_model
 from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES
-from torchstone.config.schema import OptimConfig, ParallelConfig
+from torchstone.config.schema import OptimConfig
 from torchstone.data.loader import StepBatch
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, UsageError
@@ -44,15 +42,23 @@ from torchstone.models.model import Model
 from torchstone.observe.metrics import read_metrics
 from torchstone.observe.mfu import flops_per_token
 from torchstone.optim.build import build_optimizer
-from torchstone.parallel.build import ShardedModelBuilder, build_runner
-from torchstone.parallel.mesh import init_distributed
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training.run import Callback, Run
-from torchstone.tuning.lora import AdapterTensors, MergedTensors, merge_adapters, unmerge_adapters
+from torchstone.tuning.lora import MergedTensors, merge_adapters, unmerge_adapters
 from torchstone.tuning.osft import MergedOsft
-from torchstone.tuning.plan import LoraPlan
-from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
+from tuned import (
+    LAYOUTS,
+    PROCESSES,
+    assert_same_steps,
+    gradients_of_rank,
+    load_ours,
+    make_fallback,
+    open_peft_adapter,
+    run_steps,
+    train_and_resume,
+    train_on_rank,
+)
 
 Settings = Callable[..., dict[str, Any]]
 # With what PEFT stores in another way: phi3 and gpt2 have one linear for q, k and v, gpt2's are transposed.
@@ -76,18 +82,6 @@ def load_peft(folder: Path, seed: int = 0, **settings: Any) -> PeftModel:
         elif "lora_" in name:
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
     return model.eval()
-
-
-def open_peft_adapter(folder: Path, adapter: Path) -> AdapterTensors:
-    model = read_base_model_info(folder)
-    return open_adapter(adapter, model.names, model.shapes, model.linears)
-
-
-def load_ours(folder: Path, adapter: Path, **options: Any) -> Model:
-    """The model with PEFT's adapter, which is trained."""
-    tensors = open_peft_adapter(folder, adapter)
-    plan = LoraPlan(frozenset(tensors.saved), tensors, str(folder), "", tensors.adapter, tensors.frozen)
-    return load_model(folder, CPU, tuning=plan, **options)
 
 
 def family_folder(tmp_path: Path, family: str) -> Path:
@@ -205,24 +199,7 @@ def test_twenty_steps_equal_those_of_peft(family: str, variant: str, tmp_path: P
     assert len(ours.optimizer.state) == len(ours.weights()), "only what is trained has moments"
 
 
-def gradients_of_rank(layouts: list[dict[str, Any]], folder: str, adapter: str, steps: Any) -> list[dict[str, Any]]:
-    """Also saves the adapter of each layout after the steps, in a folder beside `adapter`."""
-    results = []
-    for number, parallel in enumerate(layouts):
-        config = ParallelConfig(**parallel)
-        with init_distributed(config, CPU, mesh_of_one=True) as ctx:
-            builder = ShardedModelBuilder(ctx, config, "fp32", CPU)
-            model = load_ours(Path(folder), Path(adapter), execution=ExecutionOptions(tp=ctx.dims.tp), builder=builder)
-            runner = build_runner(model, builder, packed=True)
-            results.append(run_steps(runner, steps))
-            saved = Path(adapter).with_name(str(number))
-            saved.mkdir(exist_ok=True)
-            save_model(model, saved, ctx)
-            ctx.barrier()
-    return results
-
-
-@pytest.mark.parametrize("processes", LAYOUTS)
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_every_layout_computes_the_same(processes: int, tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = make_model(tmp_path / "llama", "llama", "tied", num_hidden_layers=4)
     tokenizer.save(folder)
@@ -252,18 +229,6 @@ def lora_settings(base_run: Path, settings: Settings) -> Settings:
         return {"model.path": str(base_run)} | values
 
     return make
-
-
-def train_on_rank(*runs: dict[str, Any]) -> None:
-    for values in runs:
-        api.train(overrides=values)
-
-
-def train_and_resume(values: dict[str, Any]) -> None:
-    """Two runs: one as a whole, one that stops after three steps and is resumed."""
-    for name, callbacks in {"whole": [[]], "parts": [[StopAt(3)], []]}.items():
-        for each in callbacks:
-            api.train(overrides=values | {"output_dir": f"{values['output_dir']}-{name}"}, callbacks=each)
 
 
 class TestRuns:

@@ -58,7 +58,7 @@ from torchstone.tuning.osft import (
     with_low_vectors,
 )
 from torchstone.tuning.plan import OsftPlan
-from tuned import LAYOUTS, assert_same_steps, make_fallback, run_steps
+from tuned import LAYOUTS, PROCESSES, assert_same_steps, make_fallback, run_steps, train_on_rank
 
 Command = Callable[..., tuple[int, str, str]]
 Settings = Callable[..., dict[str, Any]]
@@ -405,7 +405,7 @@ def train_in_layouts(layouts: list[dict[str, Any]], folder: str, steps: Any) -> 
     return results
 
 
-@pytest.mark.parametrize("processes", LAYOUTS)
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_every_layout_computes_the_same(processes: int, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "llama", "llama", "tied", num_hidden_layers=4)
     steps, plan = parity.random_batches(2, 40, seed=0), plan_for(folder)
@@ -427,11 +427,6 @@ def osft_settings(base_run: Path, settings: Settings) -> Settings:
         return {"model.path": str(base_run)} | values
 
     return make
-
-
-def train_on_rank(*runs: dict[str, Any]) -> None:
-    for values in runs:
-        api.train(overrides=values)
 
 
 def flip_signs(cache: Path) -> None:

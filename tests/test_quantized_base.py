@@ -19,7 +19,7 @@ import parity
 from exact_runs import StopAt, assert_same_run
 from layouts import CPU
 from sides import MAX_NORM, WEIGHT_DECAY
-from test_lora import LoraSide, assert_close, logits_of, open_peft_adapter
+from test_lora import LoraSide, assert_close, logits_of
 from test_start import make_sparse_llama
 from tiny_families import make_model
 from torchstone import api
@@ -34,7 +34,7 @@ from torchstone.testing import launch_procs
 from torchstone.training import checks
 from torchstone.tuning.plan import LoraPlan
 from torchstone.tuning.quantize import QuantizedLinear, dequantize, quantize, quantize_linears
-from tuned import make_fallback
+from tuned import make_fallback, open_peft_adapter, train_on_rank
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 Settings = Callable[..., dict[str, Any]]
@@ -163,10 +163,6 @@ def lora_settings(base_run: Path, settings: Settings) -> Settings:
     return make
 
 
-def train_on_rank(values: dict[str, Any]) -> None:
-    api.train(overrides=values)
-
-
 class TestRuns:
     def test_an_adapter_is_merged_into_what_was_trained(
         self, lora_settings: Settings, base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -214,9 +210,13 @@ class TestRuns:
     def test_two_processes(self, lora_settings: Settings, tmp_path: Path) -> None:
         values = lora_settings()
         api.train(overrides=values)
-        for name, parallel in {"dp": {}, "pp": {"parallel.pp": 2}}.items():
-            two = values | {"output_dir": str(tmp_path / name), "training.batch_size": 2} | parallel
-            launch_procs(train_on_rank, 2, two, timeout=120)
+        layouts: dict[str, dict[str, Any]] = {"dp": {}, "pp": {"parallel.pp": 2}}
+        runs = {
+            name: values | {"output_dir": str(tmp_path / name), "training.batch_size": 2} | parallel
+            for name, parallel in layouts.items()
+        }
+        launch_procs(train_on_rank, 2, *runs.values(), timeout=120)
+        for name, two in runs.items():
             lines = [read_metrics(Path(run) / "metrics.jsonl") for run in (values["output_dir"], two["output_dir"])]
             losses = [[line["loss"] for line in each] for each in lines]
             assert losses[1] == pytest.approx(losses[0], rel=1e-5)

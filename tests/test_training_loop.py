@@ -771,6 +771,15 @@ class TestSignals:
             signal.signal(signal.SIGINT, previous)
         assert printed == ["finishing step 3, then saving; press Ctrl-C again to quit without saving\n"]
 
+    def test_a_run_that_has_not_begun_ends_at_once_and_saves_nothing(self, settings: Settings) -> None:
+        class Terminate(Callback):
+            def on_start(self, run: Run) -> None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(StoppedBySignal, match="stopped by SIGTERM while loading the model"):
+            train(settings(), Terminate())
+        assert not list(Path(settings()["output_dir"]).glob("checkpoints/step-*"))
+
     @pytest.mark.parametrize("error", [None, ImportError("numpy")])
     def test_a_signal_that_an_import_swallowed_still_stops_the_run(self, error: Exception | None) -> None:
         def import_library() -> None:

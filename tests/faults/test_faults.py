@@ -106,7 +106,7 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("nproc", "kind", "code", "description"),
         [
-            (2, "exception", 1, "ValueError: injected"),
+            pytest.param(2, "exception", 1, "ValueError: injected", marks=the_rest),
             pytest.param(4, "exception", 1, "ValueError: injected", marks=the_rest),
             pytest.param(2, "SIGKILL", 7, "was killed by SIGKILL", marks=the_rest),
             pytest.param(4, "SIGKILL", 7, "was killed by SIGKILL", marks=the_rest),
@@ -137,7 +137,8 @@ class TestFailures:
         assert "Traceback" not in log
         assert len((result.folder / "metrics.jsonl").read_text().splitlines()) == 2
 
-    @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=the_rest)])
+    @the_rest
+    @pytest.mark.parametrize("nproc", [2, 4])
     def test_a_worker_is_stopped(self, launch: Launch, nproc: int) -> None:
         faults = [[nproc - 1, "computing step 3", "SIGSTOP", 1]]
         result = launch(nproc, faults, f"--system.hang_timeout={HANG_TIMEOUT}")
@@ -153,7 +154,7 @@ class TestFailures:
     [
         pytest.param("SIGTERM", "importing torch", None, 2, marks=the_rest),
         pytest.param("SIGTERM", "importing torch", None, 4, marks=the_rest),
-        ("SIGINT", "loading the model", None, 2),
+        pytest.param("SIGINT", "loading the model", None, 2, marks=the_rest),
         pytest.param("SIGINT", "loading the model", None, 4, marks=the_rest),
         pytest.param("SIGTERM", "computing step 3", 3, 2, marks=the_rest),
         pytest.param("SIGTERM", "computing step 3", 3, 4, marks=the_rest),
@@ -179,13 +180,13 @@ def test_a_signal_saves_and_ends_with_75_without_a_restart(
 
 class TestRestarts:
     def test_a_restarted_run_equals_an_undisturbed_one(self, launch: Launch, tmp_path: Path) -> None:
-        """One worker is killed between two checkpoints, then another one while it saves. Before that, someone starts
-        the same run again with another learning rate, which is refused."""
+        """One worker fails between two checkpoints, then another one is killed while it saves. Before that, someone
+        starts the same run again with another learning rate, which is refused."""
         second = ["-m", "torchstone", "train", str(tmp_path / "run.json"), "--nproc", "2"]
         second += ["--optim.learning_rate", "0.5"]
         faults = [
             [1, "computing step 5", f"second launch {json.dumps([second, str(tmp_path / 'second')])}", 1],
-            [1, "computing step 6", "SIGKILL", 1],
+            [1, "computing step 6", "exception", 1],
             [0, "saving step 8", "SIGKILL", 2],
         ]
         restarted = launch(2, faults, "--max-restarts", "2")
@@ -194,6 +195,12 @@ class TestRestarts:
         # The lines about the data are those of the preparation; the workers write them to their logs.
         assert restarted.stderr.count("% of them trained") == 1
         assert restarted.folder.joinpath("logs/rank-0.log").read_text().count("% of them trained") == 3
+        assert restarted.stderr.count("done: step 8") == 1
+        failures = ["saving step 8: was killed by SIGKILL", "computing step 6: ValueError: injected"]
+        for rank, failure in enumerate(failures):
+            log = restarted.folder / f"logs/rank-{rank}.log"
+            assert f"error: rank {rank} failed first, while {failure}\n  its log: {log}\n" in restarted.stderr
+            assert ("ValueError: injected" in log.read_text()) == (rank == 1)
         assert "restart 1 of 2" in restarted.stderr
         assert "restart 2 of 2" in restarted.stderr
         assert "resuming from" in restarted.stderr

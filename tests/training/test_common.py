@@ -282,20 +282,20 @@ def test_a_pipeline_rank_loads_only_its_own_parameters(parallel: dict[str, Any],
         assert read == size < sum(parameter.nbytes for _, parameter in model.named_parameters())
 
 
-def train_twenty_steps(folder: Path, reference: Path, parallel: dict[str, Any]) -> list[Shard]:
+def train_six_steps(folder: Path, reference: Path, parallel: dict[str, Any]) -> list[Shard]:
     with sharded_side(folder, reference, parallel) as side:
-        for number in range(20):
+        for number in range(6):
             side.step(number % 2)
         return held_shards(side)
 
 
-def test_replicas_are_identical_after_twenty_steps(tmp_path: Path) -> None:
+def test_replicas_are_identical_after_six_steps(tmp_path: Path) -> None:
     """Replicas of the model, parameters that all tp ranks have, both ends of a tied embedding: weights and moments."""
     folder = make_model(tmp_path / "llama", "llama", "tied", num_hidden_layers=2, num_key_value_heads=2)
 
     def count_replicas(parallel: dict[str, Any]) -> dict[str, int]:
         first, counts = dict[Any, Tensor](), Counter[Any]()
-        for rank in launch_procs(train_twenty_steps, 4, folder, reference_of(folder), parallel, timeout=200):
+        for rank in launch_procs(train_six_steps, 4, folder, reference_of(folder), parallel, timeout=200):
             for name, offset, tensor in rank:
                 key = name, offset, tuple(tensor.shape)
                 assert torch.equal(first.setdefault(key, tensor), tensor), key

@@ -18,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from layouts import Case, check_layouts
-from selection import the_rest
+from selection import RUNS_ALL, the_rest
 from tiny_families import make_model
 
 FAMILIES = {"llama": "tied", "qwen3": "head size", "granite": "multipliers"}
@@ -40,26 +40,28 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], bool]]] = {
         "dp 2 x tp 2": ({"tp": 2}, True),
         "tp 2 x pp 2": ({"tp": 2, "pp": 2}, True),
     },
-    8: {"dp 2 x tp 2 x pp 2": ({"tp": 2, "pp": 2}, True)},
+    8: {"dp 2 x tp 2 x pp 2": ({"tp": 2, "pp": 2}, True), "tp 2 x pp 4": ({"tp": 2, "pp": 4}, True)},
     32: {"dp 4 x tp 2 x pp 4": ({"tp": 2, "pp": 4}, True)},
 }
 # Also with fused matrices, which tp shards in an order of their own.
 FUSED = ("tp 2 + sequence", "pp 2")
 # Also with Muon, step-locked only: over several steps the rounding of its bf16 iteration adds up.
 MUON = ("zero 3", "pp 2", "hsdp 2x2", "dp 2 x tp 2")
-# Llama runs in all layouts by default, the other families in these.
+# By default Llama runs in all layouts but this one, the other families in those below.
+LARGEST = "dp 4 x tp 2 x pp 4"
 REPRESENTATIVE = ("pp 2", "tp 4, 2 KV heads")
 
 
-def make_cases(root: Path, family: str, processes: int, names: list[str]) -> list[Case]:
-    """Step-locked and free-running; only step-locked if fused, or if 32 processes share a few cores."""
-    cases = []
+def make_cases(root: Path, family: str, processes: int, names: list[str], free_running: bool = RUNS_ALL) -> list[Case]:
+    """Step-locked and free-running. Only step-locked if fused or if 32 processes share a few cores; and where more than
+    two processes combine what two do, unless `free_running`."""
+    cases, free_running = [], processes == 2 or (free_running and processes < 32)
     for name in names:
         parallel, packed = LAYOUTS[processes][name]
         folder = str(model_folder(root, family, parallel))
         # DTensor plans every operation anew for every shape, so padded rows are slow with tp: one family has them.
         packed = packed or (family != "llama" and "tp" in parallel)
-        cases.append(Case(name, folder, parallel, (), packed, free_running=processes < 32))
+        cases.append(Case(name, folder, parallel, (), packed, free_running=free_running))
         if name in FUSED:
             cases.append(Case(f"{name}, fused", folder, parallel, ("qkv", "gate_up"), packed, free_running=False))
         if name in MUON and family == "llama":
@@ -82,7 +84,7 @@ def parameters() -> list[Any]:
     parameters = []
     for family in FAMILIES:
         for processes, layouts in LAYOUTS.items():
-            default = [name for name in layouts if family == "llama" or name in REPRESENTATIVE]
+            default = [name for name in layouts if name in REPRESENTATIVE or (family == "llama" and name != LARGEST)]
             rest = [name for name in layouts if name not in default]
             if default:
                 parameters.append(pytest.param(family, processes, default, id=f"{family}-{processes}"))
@@ -109,7 +111,7 @@ if __name__ == "__main__":
         for family in FAMILIES:
             for processes, layouts in LAYOUTS.items():
                 start = time.time()
-                cases = make_cases(Path(folder), family, processes, list(layouts))
+                cases = make_cases(Path(folder), family, processes, list(layouts), free_running=True)
                 for name, worst in check_layouts(cases, processes, Path(folder)).items():
                     print(json.dumps({"family": family, "processes": processes, "layout": name, **worst}))
                 seconds = time.time() - start

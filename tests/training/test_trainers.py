@@ -29,6 +29,7 @@ import parity
 import torchstone
 from exact_runs import EXACT
 from layouts import MOMENTS, read_tensors
+from selection import the_rest
 from tiny import make_llama, write_rows
 from torchstone import cli
 from torchstone.checkpoint.shard_files import OPTIMIZER, WEIGHTS, ShardedFiles, shard_files
@@ -448,6 +449,7 @@ class TestUnevenData:
 
 
 class TestCommandLine:
+    @the_rest
     def test_nproc_starts_the_ranks_and_has_the_losses_of_one_process(
         self, workspace: Workspace, single: RankResult
     ) -> None:
