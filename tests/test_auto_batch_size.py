@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torchstone.batchsize.probe import RunProbe
 from torchstone.batchsize.search import Measurement, expected_load, fastest_size, find_largest, is_saturated
 from torchstone.config.load import load_config
 from torchstone.config.schema import ParallelConfig, parse_memory
-from torchstone.errors import OutOfMemoryError
+from torchstone.errors import OutOfMemoryError, UsageError
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distributed
 from torchstone.testing import launch_procs
@@ -102,8 +103,14 @@ class TestSearch:
         """In all of these a parabola, or a step without tokens, tells it before."""
         for base, slope, bend in [(0.7, 0.2, 0), (0.5, 0.4, 0), (0.1, 0.01, 0.002), (0, 0.05, 0.01), (0.9, 0.08, 0)]:
             loads = Loads(lambda size, a=base, b=slope, c=bend: a + b * size + c * size**2)  # type: ignore[misc]
-            find_largest(loads, 1000, base, max_load=1.15)
+            result = find_largest(loads, 1000, base, max_load=1.15)
             assert max(map(loads.load, loads.sizes)) <= 1.15
+            assert result.largest == max(size for size in range(1, 100) if loads.load(size) <= 1)
+
+    def test_an_expectation_is_no_measurement(self) -> None:
+        """Size 2 would fit, but what a step of few tokens takes says that it may not."""
+        result = find_largest(Loads(lambda size: 0.6 + 0.03 * size), 100, base_load=0.05, max_load=1.15)
+        assert (result.largest, result.is_exact) == (1, False)
 
     def test_nothing_fits(self) -> None:
         loads = Loads(lambda size: 2.0)
@@ -182,22 +189,24 @@ class TestProbe:
             for limit in (1, 5, measure.limit - 1):
                 # As much as this size needs: it fits, and the next one does not.
                 measure.budget.margin, measure.budget.limit = 1.0, used[limit]
-                largest = find_largest(
-                    lambda size: measure.measure(size)[1], measure.limit, measure.base_load()
-                ).largest
-                assert largest == max(size for size in used if used[size] <= used[limit])
+                base_load = measure.measure_base()[1].load
+                result = find_largest(lambda size: measure.measure(size)[1], measure.limit, base_load, 1.15)
+                assert result.largest == max(size for size in used if used[size] <= used[limit])
 
     def test_the_peak_is_that_of_a_real_step(self, settings: Settings) -> None:
         """Weights, gradients and moments, and at least the logits and their gradient."""
         run = make_run(settings(training__global_batch_size=4))
         measure = RunProbe(run)
         with measure.without_trace():
+            base, _ = measure.measure_base()
             used, measurement = measure.measure(4)
         assert used is not None
+        assert base is not None
         parameters = 4 * run.model.parameter_count
         logits = 4 * 32 * run.model.vocab_size * 4
         assert 4 * parameters + 2 * logits < used < 4 * parameters + 2 * logits + 3e6
-        assert measure.base_bytes() == 4 * parameters
+        # One row of 32 tokens instead of four.
+        assert 4 * parameters < base < used - logits
         assert 0 < measurement.seconds < 5
 
     @pytest.mark.parametrize("kind", ["text", "padded, bf16, Muon", "OSFT, eager, chunked"])
@@ -308,9 +317,8 @@ class TestRuns:
             "train", *flags(values | {"training.max_steps": 3, "auto_batch.memory_limit": "2500KiB"})
         )
         assert code == 0, err
-        assert (
-            f"the run had device_batch_size={size}, found with cpu, one process, margin 0.85, memory_limit 3MiB" in err
-        )
+        assert f"device_batch_size={size}, found with cpu, one process, recompute none, loss full, margin 0.85, " in err
+        assert "memory_limit 3MiB; now with cpu, " in err
         code, _, err = torchstone("train", *flags(values | {"training.max_steps": 4, "training.batch_size": 2}))
         assert (code, "Auto-discovery" in err) == (0, False)
 
@@ -347,7 +355,7 @@ class TestRuns:
         assert "recompute: full" in err
         # The run goes on in the same way.
         code, _, err = torchstone("train", *flags(values | limit | {"training.max_steps": 3}))
-        assert (code, "the run began with model.recompute full" in err) == (0, True), err
+        assert (code, "the run had to begin with model.recompute full" in err) == (0, True), err
         tiny = {"auto_batch.memory_limit": used["full"] // 2, "output_dir": str(tmp_path / "other")}
         code, _, err = torchstone("train", *flags(values | tiny))
         assert (code, "(auto_batch.memory_limit)" in err, "a shorter --data.context_length" in err) == (4, True, True)
@@ -371,7 +379,7 @@ class TestRuns:
     def test_a_size_that_runs_out_of_memory_later_is_not_found_again(self, settings: Settings, tmp_path: Path) -> None:
         """Rows have 32 tokens; in a step there is room for two of them."""
         values = settings(training__batch_size="auto", training__max_steps=1, training__global_batch_size=16)
-        entries = [Entry(size, 2 if size < 16 else 1, 10**6, float(size**0.5)) for size in (1, 2, 4, 8, 16)]
+        entries = [Entry(size, 2 if size < 16 else 1, 10**6, size**0.5 + 1, 1) for size in (0, 1, 2, 4, 8, 16)]
         run = make_run(values)
         key = cache_key(run, RunProbe(run))
         write_entries(key, entries, pytest.fail)
@@ -415,10 +423,10 @@ class TestCache:
         steps = 0
         step = RunProbe.step
 
-        def counted(self: RunProbe, size: int) -> float:
+        def counted(self: RunProbe, size: int, max_length: int | None = None) -> float:
             nonlocal steps
             steps += 1
-            return step(self, size)
+            return step(self, size, max_length)
 
         monkeypatch.setattr(RunProbe, "step", counted)
 
@@ -462,28 +470,41 @@ class TestCache:
         find()
         (file,) = own_cache.iterdir()
         content = json.loads(file.read_text())
-        for wrong in ({"size": 0}, {"used": "much"}, {"seconds": None}, {"micro_batches": None}):
+        for wrong in ({"size": -1}, {"used": "much"}, {"seconds": None}, {"micro_batches": None}):
             damaged = content | {"measured": [content["measured"][0] | wrong, *content["measured"][1:]]}
             file.write_text(json.dumps(damaged))
             assert find()[1] >= 2
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
+    def test_the_key_has_what_changes_the_memory(self, settings: Settings, base_run: Path) -> None:
+        changes: list[dict[str, Any]] = [
+            {},
             {"model__width": 64},
             {"data__context_length": 16},
             {"training__precision": "bf16"},
             {"optim__name": "muon"},
+            {"optim__weight_decay": 0.0},
             {"model__recompute": "full"},
             {"model__loss": "chunked"},
             {"model__attention": "eager"},
             {"data__packing": False},
-        ],
-    )
-    def test_the_key_has_what_changes_the_memory(self, find: Any, own_cache: Path, changes: dict[str, Any]) -> None:
+            {"parallel__zero": 2},
+        ]
+        runs = [make_run(settings(**each)) for each in changes]
+        runs += [make_run(tuned(settings(), base_run, tuning__method=method)) for method in ("full", "lora", "osft")]
+        keys = [json.dumps(cache_key(run, RunProbe(run)), default=str) for run in runs]
+        assert len(set(keys)) == len(keys)
+        # Neither the free memory nor the length of the run.
+        other = make_run(settings(auto_batch__memory_limit="9GiB", training__max_steps=9))
+        assert json.dumps(cache_key(other, RunProbe(other)), default=str) == keys[0]
+
+    def test_out_of_memory_counts_as_long_as_there_is_no_more(self, find: Any, own_cache: Path) -> None:
         find()
-        assert find(**changes)[1] >= 2
-        assert len(list(own_cache.iterdir())) == 2
+        (file,) = own_cache.iterdir()
+        content = json.loads(file.read_text())
+        for memory, is_tried in ((10**13, False), (2**20, True)):
+            failed = [each | {"used": None, "seconds": None, "memory": memory} for each in content["measured"][2:]]
+            file.write_text(json.dumps(content | {"measured": content["measured"][:2] + failed}))
+            assert (find()[1] > 0) == is_tried
 
     def test_it_can_be_turned_off(self, find: Any, own_cache: Path) -> None:
         for _ in range(2):
@@ -526,17 +547,29 @@ class TestDiscoverBatchSize:
         assert (model.training, model.head.weight.grad.sum().item(), model.head.bias.grad) == (False, 400.0, None)
         with pytest.raises(ValueError, match="not this one"):
             discover_batch_size(Bigrams(3, ValueError("not this one")), 16, CPU, use_cache=False)
+        for wrong in ({"safety_margin": 0.0}, {"safety_margin": 85}, {"memory_limit": "8 gigs"}, {"max_batch_size": 0}):
+            with pytest.raises(UsageError):
+                discover_batch_size(model, 16, CPU, **wrong)
         with pytest.raises(OutOfMemoryError, match="not even one row of 16 tokens fits"):
             discover_batch_size(Bigrams(0, MemoryError()), 16, CPU, use_cache=False)
 
+    def test_weights_stay_finite_if_gradients_do_not(self) -> None:
+        class Root(Bigrams):
+            def forward(self, ids: Tensor) -> Tensor:
+                return super().forward(ids) * self.head.bias.sub(self.head.bias.detach()).sqrt().sum().exp()
+
+        model = Root(4, MemoryError())
+        discover_batch_size(model, 16, CPU, use_cache=False)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
     def test_the_cache_and_its_key(self, own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        model = Bigrams(9, MemoryError())
-        size = discover_batch_size(model, 16, CPU, cache_key_components={"gpu": "a"})
+        model, discover = Bigrams(9, MemoryError()), partial(discover_batch_size, memory_limit="1GiB")
+        size = discover(model, 16, CPU, cache_key_components={"gpu": "a"})
         assert f"Auto-discovery found device_batch_size={size}: " in capsys.readouterr().err
-        assert discover_batch_size(model, 16, CPU, cache_key_components={"gpu": "a"}) == size
+        assert discover(model, 16, CPU, cache_key_components={"gpu": "a"}) == size
         assert "all from the cache" in capsys.readouterr().err
-        discover_batch_size(model, 16, CPU, cache_key_components={"gpu": "b"})
-        discover_batch_size(model, 8, CPU, cache_key_components={"gpu": "a"})
+        discover(model, 16, CPU, cache_key_components={"gpu": "b"})
+        discover(model, 8, CPU, cache_key_components={"gpu": "a"})
         assert len(list(own_cache.iterdir())) == 3
 
     def test_all_ranks_get_the_size_that_fits_on_all(self) -> None:
@@ -588,7 +621,7 @@ def choose_on_rank(values: dict[str, Any], limits: list[str]) -> tuple[int, int]
         run = make_run(values | {"training.batch_size": "auto", "auto_batch.memory_limit": limits[ctx.rank]}, ctx)
         measure = RunProbe(run)
         with measure.without_trace():
-            result = find_largest(lambda size: measure.measure(size)[1], measure.limit, measure.base_load())
+            result = find_largest(lambda size: measure.measure(size)[1], measure.limit)
         choose_micro_batch(run)
         assert run.data.batch_sizes.global_batch_size == 24
         return run.checkpoint_info["auto_batch"]["size"], result.largest

@@ -214,7 +214,7 @@ class TestHint:
             Change("nearly the same", replace(SIZES, row_tokens=4095)),
         ]
         assert rank_changes(SIZES, changes, int(24.5 * GIB)) == (
-            "of the 43.9 GiB that a step needs by an estimate, these save most: 1. recompute (20.8 GiB less, which "
+            "a step needs about 43.9 GiB; these changes save most: 1. recompute (20.8 GiB less, which "
             "fits), 2. no state (18.4 GiB less), 3. half the rows (9.0 GiB less)"
         )
         assert ", which fits" not in rank_changes(SIZES, changes, None)
@@ -285,7 +285,9 @@ class TestHint:
         else:
             flags = "--training.max_tokens_per_gpu 1024" if is_packed else "--training.batch_size 1"
             assert hint.startswith(f"use --model.recompute full and {flags} --training.global_batch_size 128, which")
-            ranked = re.search(r"these save most: 1\. (.*?) \(.* less.*\), 2\. (.*?) \(.*\), 3\. (.*?) \(.*\)$", hint)
+            ranked = re.search(
+                r"these changes save most: 1\. (.*?) \(.* less.*\), 2\. (.*?) \(.*\), 3\. (.*?) \(.*\)$", hint
+            )
             assert ranked is not None, hint
             half = f"--training.max_tokens_per_gpu {32 * 1024}" if is_packed else "--training.batch_size 32"
             assert [ranked[1], ranked[2].partition(" (")[0]] == [

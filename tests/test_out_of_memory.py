@@ -304,7 +304,7 @@ class TestErrors:
         assert all(message["content"] in text for message in messages)
         size = r"\(\d+\.\d\d MiB less\)"
         assert re.fullmatch(
-            r"of the \d\.\d\d MiB that a step needs by an estimate, these save most: "
+            r"a step needs about \d\.\d\d MiB; these changes save most: "
             rf"1\. --training\.precision bf16-pure in a new run {size}, 2\. --model\.recompute full {size}, "
             rf"3\. --model\.loss chunked {size}",
             caught.value.hint or "",

@@ -394,7 +394,7 @@ class TestCommand:
         flags += ["--training.global_batch_size", "512", "--world", "512", "--gpu", "h100-80gb"]
         code, output, errors = torchstone("plan", *flags)
         assert code == 4
-        assert "does not fit: 95 % of 79.1 GiB can be used on h100-80gb" in output
+        assert "does not fit: 75.1 GiB can be used on h100-80gb (95% of 79.1 GiB)" in output
         assert "--model.recompute full fits" in errors
         assert torchstone("plan", *flags, "--model.recompute", "full")[0] == 0
         code, output, errors = torchstone("plan", *flags[:-2], "--gpu", "4GiB", "--model.recompute", "full")
@@ -421,12 +421,16 @@ class TestCommand:
     def test_the_largest_micro_batch_fits_and_one_row_more_does_not(self, big_model: str) -> None:
         overrides = {"model.path": big_model, "data.context_length": 1024, "training.global_batch_size": 8192}
         plan = make_plan(load_config(overrides=overrides, purpose="plan"), 64, "a100-80gb", False)
-        usable = 0.95 * plan.job.gpu.memory
+        # As training.batch_size auto would use it.
+        usable = 0.85 * plan.job.gpu.memory
         largest = replace(plan.layout, rows=plan.largest_rows)
         assert 1 < plan.recommended_rows <= plan.largest_rows
         assert estimate_layout(plan.job, largest).total <= usable
         assert estimate_layout(plan.job, replace(largest, rows=plan.largest_rows + 1)).total > usable
         assert plan.layout.rows == plan.recommended_rows
+        limits = {"auto_batch.margin": 0.5, "auto_batch.memory_limit": "70GiB"}
+        plan = make_plan(load_config(overrides=overrides | limits, purpose="plan"), 64, "a100-80gb", False)
+        assert plan.job.usable == 35 * 2**30
 
     def test_a_cpu_has_no_hours(self, settings: Callable[..., dict[str, Any]]) -> None:
         plan = api.plan(overrides=settings())

@@ -184,10 +184,10 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
             profiler = StepProfiler(run)
             stack.callback(profiler.close)
             callbacks = [*callbacks, profiler]
-        oom_splits = run.progress.oom_splits
+        # Of an earlier start, or of this one.
+        remember_out_of_memory(run)
         result = train_loop(run, callbacks)
-        if run.progress.oom_splits > oom_splits:
-            remember_out_of_memory(run)
+        remember_out_of_memory(run)
         return result
 
 
@@ -213,7 +213,7 @@ def _choose_micro_batch(run: Run) -> Run:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     run = _build_run(config, console, device, ctx)
-    choose_micro_batch(run)
+    choose_micro_batch(run, had_to_recompute=True)
     return run
 
 

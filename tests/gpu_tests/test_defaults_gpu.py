@@ -102,7 +102,7 @@ def test_out_of_memory_names_the_change_that_fits(
     limit_memory(7)
     hint = out_of_memory_hint(values)
     assert hint.startswith("use --model.recompute full, which needs about ")
-    assert re.search(r"these save most: 1\. .*--model\.recompute full \([^)]*, which fits\)", hint), hint
+    assert re.search(r"these changes save most: 1\. .*--model\.recompute full \([^)]*, which fits\)", hint), hint
     assert api.train(overrides=values | {"model.recompute": "full"}).step == 3
 
 

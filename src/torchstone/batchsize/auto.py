@@ -30,7 +30,7 @@ from torchstone.config.schema import Config
 from torchstone.errors import OutOfMemoryError
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE
 from torchstone.training.defaults import run_flops
-from torchstone.training.memory import describe_fit
+from torchstone.training.memory import describe_fit, size_text
 from torchstone.training.run import Run
 
 # Steps of the run, and numbers of micro-steps, that are compared.
@@ -42,8 +42,10 @@ class DoesNotFitError(OutOfMemoryError):
     """Not even the smallest micro-batch fits."""
 
 
-def choose_micro_batch(run: Run) -> None:
-    """Sets the micro-batches of the run, if they are to be found, and logs what was found."""
+def choose_micro_batch(run: Run, had_to_recompute: bool = False) -> None:
+    """Sets the micro-batches of the run, if they are to be found, and logs what was found.
+
+    `had_to_recompute`: `model.recompute` is auto, and without full recomputation no size fits."""
     flops = run_flops(run.model.parameter_count, run.data, run.schedule, run.progress, run.ctx)
     shares_rows = run.data.batch_sizes.micro_batch_tokens is not None
     if not is_wanted(run.config, shares_rows, run.device, flops, run.console.info):
@@ -51,13 +53,16 @@ def choose_micro_batch(run: Run) -> None:
     # That of rank 0: all ranks must do the same.
     identity = run.ctx.all_gather_object(_identity(run))[0]
     recorded = {} if run.resumed_from is None else read_state(run.resumed_from).get("auto_batch") or {}
-    recompute = run.model.choices["model.recompute"].value
+    if recorded and recorded["identity"] == identity | {"recompute": "full"} and recorded["had_to_recompute"]:
+        is_auto = run.config.model.recompute == "auto"
+        if is_auto and identity["recompute"] != "full":
+            raise DoesNotFitError("the run had to begin with model.recompute full")
     if recorded.get("identity") == identity:
-        if recorded["recompute"] == "full" != recompute:
-            raise DoesNotFitError("the run began with model.recompute full, because nothing fits without it")
         size = recorded["size"]
         run.console.info(f"Auto-discovery found {_name(run)}={size} in {run.resumed_from}")
     else:
+        if run.resumed_from is not None and not recorded:
+            run.console.warn("the run had another size of micro-batches: results may differ in the last bits")
         if recorded:
             run.console.warn(
                 f"the run had {_name(run)}={recorded['size']}, found with {_describe_identity(recorded['identity'])}; "
@@ -66,7 +71,7 @@ def choose_micro_batch(run: Run) -> None:
         size = Discovery(run).find()
     run.data.set_micro_batch(size, run.ctx.dims.dp)
     run.runner.longest_document = run.data.shapes.longest_document(run.config.data.context_length)
-    run.checkpoint_info["auto_batch"] = {"size": size, "recompute": recompute, "identity": identity}
+    run.checkpoint_info["auto_batch"] = {"size": size, "had_to_recompute": had_to_recompute, "identity": identity}
 
 
 def remember_out_of_memory(run: Run) -> None:
@@ -76,7 +81,7 @@ def remember_out_of_memory(run: Run) -> None:
         return
     probe = RunProbe(run)
     cached = CachedProbe(probe, cache_key(run, probe), True, run.console.warn)
-    cached.forget_above(limit // probe.row_tokens)
+    cached.add_out_of_memory(limit // probe.row_tokens)
 
 
 def is_wanted(
@@ -107,16 +112,15 @@ class Discovery:
         self.run, self.auto, self.start = run, run.config.auto_batch, time.perf_counter()
         self.probe = RunProbe(run)
         self.cached = CachedProbe(self.probe, cache_key(run, self.probe), self.auto.cache, run.console.warn)
-        self.result = SearchResult(0, False, {})
+        self.result, self.is_late = SearchResult(0, False, {}), False
 
     def find(self) -> int:
         """Rows, or tokens if conversations share rows."""
         probe = self.probe
         try:
             with probe.without_trace():
-                self.result = find_largest(
-                    self.cached.measure, probe.limit, probe.base_load(), probe.budget.max_load, self.should_stop
-                )
+                base_load, max_load = self.cached.base_load(), probe.budget.max_load
+                self.result = find_largest(self.cached.measure, probe.limit, base_load, max_load, self.should_stop)
         finally:
             self.cached.save()
         size = self._choose()
@@ -127,10 +131,10 @@ class Discovery:
         return size * probe.unit
 
     def should_stop(self, measured: Measurements) -> bool:
-        is_late = self.run.ctx.any_rank(time.perf_counter() - self.start > self.auto.time_limit)
-        if is_late:
+        self.is_late = self.run.ctx.any_rank(time.perf_counter() - self.start > self.auto.time_limit)
+        if self.is_late:
             self.run.console.warn(f"Auto-discovery ends after auto_batch.time_limit {self.auto.time_limit:g} s")
-        return is_late or is_saturated(measured)
+        return self.is_late or is_saturated(measured)
 
     def _choose(self) -> int:
         """The fastest size that fits. The smallest one may take more than the margin, if it fits at all."""
@@ -165,30 +169,32 @@ class Discovery:
         return seconds / COMPARED_STEPS
 
     def _describe(self, size: int) -> str:
-        entry, largest = self.cached.entry(size), self.result.largest
-        text = (
-            f"{largest * self.probe.unit} is the largest that fits"
-            if self.result.is_exact
-            else f"more than {largest * self.probe.unit} would be no faster"
-        )
-        if largest == self.probe.limit:
+        entry, probe, largest = self.cached.entry(size), self.probe, self.result.largest
+        unit = self.probe.unit
+        if size == probe.limit:
             text = "a larger one would change nothing"
+        elif largest == probe.limit:
+            text = f"{largest * unit} would fit, too"
+        elif self.result.is_exact:
+            text = f"{largest * unit} is the largest that fits"
+        else:
+            text = f"more than {largest * unit} {'was not tried' if self.is_late else 'would be no faster'}"
         if entry is None or entry.used is None or entry.seconds is None:
             return text
-        tokens = size * self.probe.row_tokens * self.run.ctx.dims.dp / entry.seconds
+        tokens = size * probe.row_tokens * self.run.ctx.dims.dp / entry.seconds
         return (
-            f"{entry.used / GIB:.2f} of {self.probe.budget.memory / GIB:.2f} GiB (margin {self.auto.margin:g}) and "
+            f"{size_text(entry.used)} of {size_text(probe.budget.memory)} (margin {self.auto.margin:g}) and "
             f"{tokens:,.0f} tokens/s in full micro-batches; {text}"
         )
 
     def _does_not_fit(self) -> DoesNotFitError:
         run, budget = self.run, self.probe.budget
         used = self.cached.entry(1)
-        needs = "is out of memory" if used is None or used.used is None else f"needs {used.used / GIB:.2f} GiB"
+        needs = "is out of memory" if used is None or used.used is None else f"needs {size_text(used.used)}"
         limit = " (auto_batch.memory_limit)" if budget.limit == budget.memory else ""
         return DoesNotFitError(
             f"not even one row fits: a step with micro-batches of {self.probe.row_tokens} tokens {needs}, but "
-            f"{run.device} has {budget.memory / GIB:.2f} GiB{limit}",
+            f"{run.device} has {size_text(budget.memory)}{limit}",
             describe_fit(run, (1, self.probe.row_tokens)),
         )
 
@@ -204,7 +210,8 @@ def cache_key(run: Run, probe: RunProbe) -> dict[str, Any]:
         "parallel": asdict(config.parallel),
         "model": model.hf_config,
         "implementation": model.implementation,
-        "choices": {key: str(choice) for key, choice in model.choices.items()},
+        "choices": {key: str(choice.value) for key, choice in model.choices.items()},
+        "chunk_tokens": getattr(model, "chunk_tokens", None),
         "liger": config.model.liger,
         "fp8_recipe": config.training.fp8_recipe,
         "optimizer": [config.optim.name, config.optim.weight_decay > 0],
@@ -226,13 +233,16 @@ def _identity(run: Run) -> dict[str, Any]:
         "hardware": [name, memory, str(run.ctx.dims)],
         "margin": auto.margin,
         "memory_limit": auto.memory_limit,
+        "recompute": run.model.choices["model.recompute"].value,
+        "loss": run.model.choices["model.loss"].value,
     }
 
 
 def _describe_identity(identity: dict[str, Any]) -> str:
     name, memory, dims = identity["hardware"]
     limit = "" if identity["memory_limit"] is None else f", memory_limit {identity['memory_limit']}"
-    return f"{name}{f' of {memory / GIB:.0f} GiB' if memory else ''}, {dims}, margin {identity['margin']:g}{limit}"
+    settings = f"recompute {identity['recompute']}, loss {identity['loss']}, margin {identity['margin']:g}{limit}"
+    return f"{name}{f' of {memory / GIB:.0f} GiB' if memory else ''}, {dims}, {settings}"
 
 
 def _name(run: Run) -> str:

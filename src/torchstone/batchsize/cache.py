@@ -15,17 +15,24 @@ from typing import Any, NamedTuple
 from torchstone.atomic import read_json_or_empty, write_text
 from torchstone.batchsize.probe import Probe
 from torchstone.batchsize.search import Measurement
+from torchstone.errors import OutOfMemoryError
 from torchstone.user_cache import user_cache
+
+# Free memory varies a little.
+MUCH_MORE = 1.05
+# The size of a step with one short row.
+NO_SIZE = 0
 
 
 class Entry(NamedTuple):
-    """A step with `micro_batches` micro-batches of a size: its bytes (None: it ran out of memory), and the seconds of
-    one of them."""
+    """A step with `micro_batches` micro-batches of a size: its bytes (None: it ran out of memory), the seconds of one
+    of them, and the memory that was there."""
 
     size: int
     micro_batches: int
     used: int | None
     seconds: float | None
+    memory: int
 
 
 class CachedProbe:
@@ -38,29 +45,56 @@ class CachedProbe:
         self.entries: list[Entry] = probe.ranks.all_gather_object(entries)[0]
 
     def measure(self, size: int) -> Measurement:
+        return self._measure(size, lambda: self.probe.measure(size))
+
+    def base_load(self) -> float:
+        """Of a step with one short row."""
+        return self._measure(NO_SIZE, self.probe.measure_base).load
+
+    def _measure(self, size: int, measure: Callable[[], tuple[int | None, Measurement]]) -> Measurement:
         entry = self.entry(size)
-        if entry is not None:
+        if entry is not None and not self._is_outdated(entry):
             return self.probe.from_cache(entry.used, entry.seconds)
-        used, measurement = self.probe.measure(size)
-        seconds = None if used is None else measurement.seconds
-        self.entries.append(Entry(size, self.probe.micro_batches(size), used, seconds))
+        try:
+            used, measurement = measure()
+        except OutOfMemoryError:
+            # One of several ranks, which ends here: the next start does not try it again.
+            self._add(size, None, None)
+            if self.is_enabled:
+                write_entries(self.key, self.entries, self.log)
+            raise
+        self._add(size, used, None if used is None else measurement.seconds)
         return measurement
 
     def entry(self, size: int) -> Entry | None:
-        count = self.probe.micro_batches(size)
+        count = self._micro_batches(size)
         return next((each for each in self.entries if (each.size, each.micro_batches) == (size, count)), None)
+
+    def _micro_batches(self, size: int) -> int:
+        return self.probe.micro_batches(max(1, size))
+
+    def _is_outdated(self, entry: Entry) -> bool:
+        """Whether it ran out of memory, and there is clearly more now, on any rank."""
+        has_more = int(self.probe.budget.memory > MUCH_MORE * entry.memory)
+        return entry.used is None and bool(self.probe.ranks.all_reduce_max_each([has_more])[0])
+
+    def _add(self, size: int, used: int | None, seconds: float | None) -> None:
+        count = self._micro_batches(size)
+        self.entries = [each for each in self.entries if (each.size, each.micro_batches) != (size, count)]
+        self.entries.append(Entry(size, count, used, seconds, self.probe.budget.memory))
 
     def save(self) -> None:
         if self.is_enabled and self.probe.step_count and self.probe.ranks.is_main:
             write_entries(self.key, self.entries, self.log)
 
-    def forget_above(self, size: int) -> None:
-        """Larger sizes have run out of memory, whatever was measured."""
-        failed = {size + 1} | {each.size for each in self.entries if each.size > size}
-        known = [each for each in self.entries if each.size not in failed]
-        known += [Entry(each, self.probe.micro_batches(each), None, None) for each in sorted(failed)]
+    def add_out_of_memory(self, largest: int) -> None:
+        """Sizes above `largest` have run out of memory in a step, whatever was measured. The smallest size is tried
+        again: smaller micro-batches are parts of it."""
+        largest = max(1, largest)
+        for size in sorted({largest + 1} | {each.size for each in self.entries if each.size > largest}):
+            self._add(size, None, None)
         if self.probe.ranks.is_main:
-            write_entries(self.key, known, self.log)
+            write_entries(self.key, self.entries, self.log)
 
     def describe(self, seconds: float) -> str:
         """How the measurements were made, in words."""
@@ -101,7 +135,7 @@ def write_entries(key: Mapping[str, Any], entries: list[Entry], warn: Callable[[
 
 
 def _is_valid(entry: Entry) -> bool:
-    numbers = [entry.size, entry.micro_batches]
+    numbers = [entry.size + 1, entry.micro_batches, entry.memory]
     if entry.used is not None:
         numbers += [entry.used, entry.seconds]  # type: ignore[list-item]
     return all(isinstance(number, int | float) and number > 0 for number in numbers)

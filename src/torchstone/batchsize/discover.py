@@ -14,7 +14,7 @@ from torchstone import __version__
 from torchstone.batchsize.cache import CachedProbe
 from torchstone.batchsize.probe import MemoryBudget, ModuleProbe
 from torchstone.batchsize.search import SearchResult, fastest_size, find_largest, is_saturated
-from torchstone.config.schema import AutoBatchConfig
+from torchstone.config.schema import AutoBatchConfig, parse_memory
 from torchstone.errors import OutOfMemoryError, UsageError
 from torchstone.observe.allocator import allocated_bytes
 from torchstone.observe.console import Console
@@ -65,6 +65,9 @@ def discover_batch_size(
     kept in $TORCHSTONE_CACHE for the same model, device and `cache_key_components`.
     """
     start, device = time.perf_counter(), torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    _check_arguments(max_seq_len, safety_margin, memory_limit, max_batch_size)
     ranks = DefaultGroup(ddp_rank, ddp_world_size, device)
     resident = allocated_bytes(device, model.parameters())
     budget = MemoryBudget(AutoBatchConfig(margin=safety_margin, memory_limit=memory_limit), device, resident)
@@ -73,12 +76,23 @@ def discover_batch_size(
     cached = CachedProbe(probe, key, use_cache, console.warn)
     try:
         with probe.without_trace():
-            result = find_largest(cached.measure, max_batch_size, probe.base_load(), budget.max_load, is_saturated)
+            result = find_largest(cached.measure, max_batch_size, cached.base_load(), budget.max_load, is_saturated)
     finally:
         cached.save()
     size = _choose(result, budget, max_seq_len, device)
     console.info(f"Auto-discovery found device_batch_size={size}: {cached.describe(time.perf_counter() - start)}")
     return size
+
+
+def _check_arguments(max_seq_len: int, safety_margin: float, memory_limit: str | None, max_batch_size: int) -> None:
+    if max_seq_len < 2 or max_batch_size < 1:
+        raise UsageError(
+            f"max_seq_len {max_seq_len} must be at least 2, and max_batch_size {max_batch_size} at least 1"
+        )
+    if not 0 < safety_margin <= 1:
+        raise UsageError(f"safety_margin {safety_margin} must be more than 0 and at most 1")
+    if memory_limit is not None and parse_memory(memory_limit) is None:
+        raise UsageError(f"memory_limit {memory_limit!r} is not a size in bytes", "use a unit, such as 8GiB")
 
 
 def _choose(result: SearchResult, budget: MemoryBudget, max_seq_len: int, device: torch.device) -> int:

@@ -6,17 +6,16 @@ which exchange data at `link` GB/s in each direction (NVLink, or PCIe), and `net
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 import torch
 
+from torchstone.config.schema import parse_memory
 from torchstone.errors import UsageError
 from torchstone.observe.mfu import peak_flops
 from torchstone.training.checks import process_memory
 
 GIB = 2**30
-MEMORY_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*GiB", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ def find_gpu(text: str) -> Gpu:
     name = text.strip().lower().replace("_", "-").replace(" ", "-")
     if name in GPUS:
         return GPUS[name]
-    if match := MEMORY_TEXT.fullmatch(text.strip()):
-        return Gpu(f"gpu-{match[1]}gib", int(float(match[1]) * GIB))
+    if memory := parse_memory(text):
+        return Gpu(f"a GPU of {text.strip()}", memory)
     raise UsageError(f"--gpu {text} is not known", f"use one of {', '.join(GPUS)}, or its memory, such as 40GiB")
 
 

@@ -19,7 +19,6 @@ from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.memory_estimate import StepMemory, StepSizes, estimate_step
 from torchstone.parallel.mesh import ParallelDims
 from torchstone.parallel.pipeline import stage_indices
-from torchstone.training.memory import USABLE
 from torchstone.tuning.fused_lora import MAX_RANK
 from torchstone.tuning.plan import LoraPlan
 
@@ -42,6 +41,9 @@ class Job:
     # The rows of a micro-batch may not exceed the rows of a step.
     step_rows: int
     shares_rows: bool
+    # What a rank may use of the memory, as a share and in bytes.
+    usable_share: float
+    usable: int
 
     @property
     def itemsize(self) -> int:
@@ -112,7 +114,7 @@ def estimate_layout(job: Job, layout: Layout) -> StepMemory:
 
 def fits(job: Job, memory: StepMemory) -> bool:
     """A share is left for what the allocator cannot use, and for CUDA."""
-    return memory.total <= USABLE * job.gpu.memory
+    return memory.total <= job.usable
 
 
 def step_sizes(job: Job, layout: Layout, pp_rank: int, stages: list[range]) -> StepSizes:

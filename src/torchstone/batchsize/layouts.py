@@ -57,6 +57,8 @@ class Search:
     def limit(self) -> str:
         """What the best layout loses time to, and what kept others out."""
         if not self.best:
+            if not self.tried:
+                return "no layout is possible: a step has too few samples, or the model too few layers or heads"
             return f"none of {self.tried} layouts fits: more GPUs, a smaller precision or fewer tokens in a row would"
         time = self.best[0].time
         lost = {"communication": time.communication, "the bubble of the pipeline": time.bubble}

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from torchstone.batchsize.auto import is_wanted
-from torchstone.batchsize.gpus import GIB, Gpu, find_gpu, own_gpu
+from torchstone.batchsize.gpus import Gpu, find_gpu, own_gpu
 from torchstone.batchsize.layout import Job, Layout, estimate_layout, fits, largest_rows, row_counts
 from torchstone.batchsize.layouts import Search, search_layouts
 from torchstone.batchsize.meta_model import MetaModel, build_meta_model, find_model_folder
 from torchstone.batchsize.rank_state import ModelState
 from torchstone.batchsize.run_length import RunLength, plan_length
 from torchstone.batchsize.speed import StepTime, predict_step
-from torchstone.config.schema import Config
+from torchstone.config.schema import Config, parse_memory
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import TorchstoneError, UsageError
 from torchstone.models.choice import AS_REQUESTED, Choice
@@ -38,7 +38,7 @@ from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.memory_estimate import StepMemory
 from torchstone.parallel.mesh import SINGLE_PROCESS, resolve_dims
 from torchstone.training.defaults import choose_precision, execution_options, with_precision
-from torchstone.training.memory import USABLE
+from torchstone.training.memory import USABLE, size_text
 from torchstone.training.setup import select_device, tokenizer_path
 
 # Of sizes that fit, the smallest within this share of the fastest is recommended.
@@ -80,7 +80,7 @@ class Plan:
                 "trained_parameters": job.state.num_trained,
                 "implementation": "native" if job.model.fallback is None else "fallback",
             },
-            "device": {"name": job.gpu.name, "memory": job.gpu.memory, "usable": int(USABLE * job.gpu.memory)},
+            "device": {"name": job.gpu.name, "memory": job.gpu.memory, "usable": job.usable},
             "layout": asdict(layout.dims) | {"world": layout.dims.world_size, "zero": layout.parallel.zero},
             "resolved": {key: choice.value for key, choice in self.choices.items()},
             "batch": {
@@ -123,7 +123,7 @@ def make_plan(config: Config, world: int | None, gpu_name: str | None, has_searc
             f"the model runs in the Transformers fallback ({model.fallback}): its activations are a rough guess"
         )
     choices, chunk_tokens = _choose(model, execution, gpu, COMPUTE_DTYPE[config.training.precision])
-    job = _make_job(config, model, gpu, length, choices, chunk_tokens)
+    job = _make_job(config, model, gpu, length, choices, chunk_tokens, is_auto)
     rows = length.batch_sizes.micro_batch_rows or max(1, (length.batch_sizes.micro_batch_tokens or 1) // job.row_tokens)
     layout = Layout(dims, replace(config.parallel, dp_shard=dims.dp_shard), rows, choices["model.recompute"].value)
     largest = largest_rows(job, layout)
@@ -204,7 +204,13 @@ def _open_tokenizer(config: Config, notes: list[str]) -> Tokenizer | None:
 
 
 def _make_job(
-    config: Config, model: MetaModel, gpu: Gpu, length: RunLength, choices: dict[str, Choice], chunk_tokens: int | None
+    config: Config,
+    model: MetaModel,
+    gpu: Gpu,
+    length: RunLength,
+    choices: dict[str, Choice],
+    chunk_tokens: int | None,
+    is_auto: bool,
 ) -> Job:
     sizes, decoder = length.batch_sizes, model.config
     state = ModelState(model.module, config, not gpu.is_cpu, decoder.depth, decoder.tied)
@@ -217,7 +223,17 @@ def _make_job(
     return Job(
         config, model, state, gpu, choices["model.compile"].value, attention, chunk_tokens,
         length.row_tokens, length.step_tokens, length.mean_length, step_rows, length.shares_rows,
+        *_usable_memory(config, gpu, is_auto),
     )  # fmt: skip
+
+
+def _usable_memory(config: Config, gpu: Gpu, is_auto: bool) -> tuple[float, int]:
+    """The share and the bytes of the memory; what the search of a run would use, if it searches."""
+    limit = None if config.auto_batch.memory_limit is None else parse_memory(config.auto_batch.memory_limit)
+    if not is_auto:
+        return USABLE, int(USABLE * gpu.memory)
+    memory = gpu.memory if limit is None else min(gpu.memory, limit)
+    return config.auto_batch.margin, int(config.auto_batch.margin * memory)
 
 
 def _recommended_rows(job: Job, layout: Layout, largest: int) -> int:
@@ -244,8 +260,8 @@ def _notes(config: Config, job: Job, length: RunLength) -> list[str]:
 
 def not_fitting(plan: Plan) -> tuple[str, str]:
     """The message and the hint of the error for a plan that does not fit."""
-    total, memory = plan.memory.total / GIB, plan.job.gpu.memory / GIB
-    message = f"the plan does not fit: it needs {total:.1f} GiB on a rank, and {plan.job.gpu.name} has {memory:.1f} GiB"
+    total, usable = size_text(plan.memory.total), size_text(plan.job.usable)
+    message = f"the plan does not fit: a rank needs {total}, but only {usable} can be used on {plan.job.gpu.name}"
     if plan.largest_rows:
         unit = plan.job.row_tokens if plan.job.shares_rows else 1
         key = "max_tokens_per_gpu" if plan.job.shares_rows else "batch_size"
@@ -253,5 +269,5 @@ def not_fitting(plan: Plan) -> tuple[str, str]:
     if plan.layout.recompute != "full":
         recomputed = replace(plan.layout, recompute="full")
         if rows := largest_rows(plan.job, recomputed):
-            return message, f"--model.recompute full fits, with micro-batches of up to {rows} rows"
+            return message, f"--model.recompute full fits, with micro-batches of up to {rows} row{'s' * (rows > 1)}"
     return message, "torchstone plan --search finds layouts that fit, --world N plans for more GPUs"

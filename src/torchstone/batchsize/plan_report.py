@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchstone.batchsize.gpus import GIB
 from torchstone.batchsize.layouts import describe_layouts
 from torchstone.batchsize.plan import Plan
-from torchstone.training.memory import USABLE
+from torchstone.training.memory import size_text
 
 BAR_WIDTH, MIB = 40, 2**20
 MOMENTS = {
@@ -67,7 +67,8 @@ def _memory_table(plan: Plan, block: str) -> Iterator[str]:
         done += size
     yield f"  {'total':<14}{memory.total / size_of_unit:>9.2f}  {block * round(BAR_WIDTH * memory.total / scale)}"
     verdict = "fits" if plan.fits else "does not fit"
-    yield f"  {verdict}: {100 * USABLE:.0f} % of {limit / GIB:.1f} GiB can be used on {plan.job.gpu.name}"
+    usable, share = size_text(plan.job.usable), plan.job.usable_share
+    yield f"  {verdict}: {usable} can be used on {plan.job.gpu.name} ({share:.0%} of {size_text(limit)})"
 
 
 def _length(plan: Plan) -> Iterator[str]:

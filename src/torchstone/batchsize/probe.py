@@ -11,7 +11,7 @@ import gc
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -25,19 +25,21 @@ from torchstone.config.schema import AutoBatchConfig, parse_memory
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
-from torchstone.errors import OutOfMemoryError, UsageError, is_out_of_memory
+from torchstone.errors import OutOfMemoryError, UsageError
 from torchstone.heartbeat import report_phase
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.model import FallbackModel
 from torchstone.observe.allocator import allocated_bytes, peak_bytes
-from torchstone.training.checks import free_memory, out_of_memory_reason
-from torchstone.training.memory import FINDING_BATCH_SIZE, accumulation_bytes, available_memory, state_bytes
+from torchstone.training.checks import free_memory, is_repairable, out_of_memory_reason, ran_out_of_memory
+from torchstone.training.memory import FINDING_BATCH_SIZE, available_memory
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients, optimizer_step
 from torchstone.tuning.quantize import QuantizedLinear
 
 # A step that is expected to need more than this share of the memory is not tried.
 SAFE_SHARE = 0.97
+# Tokens of a row that takes next to no memory.
+SHORT_ROW = 64
 # Short steps are repeated, and the fastest one counts.
 MAX_REPEATS, REPEAT_SECONDS, OUTLIER = 3, 1.0, 1.3
 
@@ -95,8 +97,8 @@ class Probe(ABC):
         return 1
 
     @abstractmethod
-    def step(self, size: int) -> float:
-        """Runs a step, and returns the seconds of a micro-step, without the update."""
+    def step(self, size: int, max_length: int | None = None) -> float:
+        """Runs a step, and returns the seconds of a micro-step, without the update. `max_length`: of its rows."""
 
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
@@ -109,36 +111,65 @@ class Probe(ABC):
     def measure(self, size: int) -> tuple[int | None, Measurement]:
         """The bytes of the step's peak (None: out of memory), and the measurement."""
         report_phase(FINDING_BATCH_SIZE)
+        # Buffers of other sizes.
+        self.clear()
         seconds = math.inf
 
         def step() -> None:
             nonlocal seconds
             seconds = min(seconds, self.step(size))
 
-        used: int | None = None
-        try:
-            # Until two sizes were compiled, and the moments exist, the first step is no measure of a later one.
-            if not self._is_warm or (self.device.type == "cuda" and self.step_count < 2):
+        def measure() -> int:
+            self._warm_up()
+            # Until two sizes were compiled, the first step is no measure of a later one.
+            if self.device.type == "cuda" and self.step_count < 2:
                 self.step(size)
-                self._is_warm = True
             used = peak_bytes(self.device, step, self.tensors)
             for _ in range(self._repeats(size, seconds)):
                 step()
+            return used
+
+        used = self._attempt(measure)
+        self.step_count += 1
+        return self._reduce_over_ranks(used, seconds)
+
+    def measure_base(self) -> tuple[int | None, Measurement]:
+        """The same for one short row: what a step takes besides its activations, about. It is not compiled."""
+
+        def step() -> None:
+            self.step(1, SHORT_ROW)
+
+        def measure() -> int:
+            self._warm_up()
+            with torch.compiler.set_stance("force_eager"):
+                return peak_bytes(self.device, step, self.tensors)
+
+        return self._reduce_over_ranks(self._attempt(measure), 1.0)
+
+    def _warm_up(self) -> None:
+        """Moments, and what libraries allocate once, exist from the first step on."""
+        if not self._is_warm:
+            with torch.compiler.set_stance("force_eager"):
+                self.step(1, SHORT_ROW)
+            self._is_warm = True
+
+    def _attempt(self, measure: Callable[[], int]) -> int | None:
+        """What it returns; None if it ran out of memory, which is then free again."""
+        try:
+            return measure()
         except (RuntimeError, MemoryError) as error:
-            if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):
+            if not ran_out_of_memory(error):
                 raise
-            if self.ranks.world_size > 1:
-                # The other ranks wait for this one.
+            if self.ranks.world_size > 1 or not is_repairable(error):
+                # The other ranks wait for this one, or the device cannot go on.
                 raise OutOfMemoryError(
                     f"out of memory on {self.device} while {FINDING_BATCH_SIZE}: {out_of_memory_reason(error)}",
-                    "use a smaller --auto_batch.margin, or set --training.batch_size",
+                    "start again: this size is not tried twice; or set --training.batch_size",
                 ) from None
-        self.step_count += 1
-        if used is None:
-            # Not in the handler, whose error holds the tensors of the step.
-            self.oom_count += 1
-            self.free()
-        return self._agree(used, seconds)
+        # Not in the handler, whose error holds the tensors of the step.
+        self.oom_count += 1
+        self.free()
+        return None
 
     def _repeats(self, size: int, seconds: float) -> int:
         """How often to repeat a step for its time, the same on all ranks. On a CPU a profiler has measured it, and on a
@@ -147,19 +178,11 @@ class Probe(ABC):
         is_outlier, self._cost = cost > OUTLIER * self._cost, min(cost, self._cost)
         return max(int(is_outlier), min(MAX_REPEATS, int(REPEAT_SECONDS * 1e9 / (cost * size))))
 
-    def base_load(self) -> float:
-        """Of a step without tokens."""
-        return self._agree(self.base_bytes(), 1.0)[1].load
-
-    @abstractmethod
-    def base_bytes(self) -> int:
-        """Weights, gradients and moments."""
-
     def from_cache(self, used: int | None, seconds: float | None) -> Measurement:
         """The measurement of a step that was measured before, with the memory of now."""
-        return self._agree(used, seconds or math.inf)[1]
+        return self._reduce_over_ranks(used, seconds or math.inf)[1]
 
-    def _agree(self, used: int | None, seconds: float) -> tuple[int | None, Measurement]:
+    def _reduce_over_ranks(self, used: int | None, seconds: float) -> tuple[int | None, Measurement]:
         """The most of every rank."""
         # Integers: exactly equal on all ranks, and more than 10^9 only if the load is more than 1.
         parts = [1, 0, 0, 0]
@@ -219,17 +242,12 @@ class RunProbe(Probe):
         return max(1, math.ceil(samples * int(self.run.data.train.lengths.max()) / self.unit))
 
     def micro_batches(self, size: int) -> int:
-        """Two stand for any number; the stages of a pipeline need more."""
-        pp = self.run.ctx.dims.pp
-        return max(pp, min(-(-self.limit // size), 2 * pp))
+        """Two stand for any number, except in a pipeline, which has buffers for all of them."""
+        count, pp = -(-self.limit // size), self.run.ctx.dims.pp
+        return min(count, 2) if pp == 1 else max(pp, count)
 
-    def base_bytes(self) -> int:
-        run = self.run
-        used = state_bytes(run.model, run.optimizer, run.runner.projection)
-        return used + (accumulation_bytes(run.model) if self.limit > 1 else 0)
-
-    def step(self, size: int) -> float:
-        run, batch = self.run, self._batch(size)
+    def step(self, size: int, max_length: int | None = None) -> float:
+        run, batch = self.run, self._batch(size, max_length)
         self.synchronize()
         start = time.perf_counter()
         result = compute_gradients(run.runner, batch, run.progress.step)
@@ -251,6 +269,8 @@ class RunProbe(Probe):
             yield from (tensor for tensor in (basis, initial) if tensor is not None)
 
     def clear(self) -> None:
+        if self.run.runner.pipeline is not None:
+            self.run.runner.pipeline.forget_schedules()
         self.run.optimizer.zero_grad(set_to_none=True)
         for part in self.run.model.model_parts:
             part.zero_grad(set_to_none=True)
@@ -269,8 +289,6 @@ class RunProbe(Probe):
             run.data.batch_sizes, run.data.shapes = sizes, shapes
             run.model.train(was_training)
             run.optimizer.reset_state()
-            if run.runner.pipeline is not None:
-                run.runner.pipeline.forget_schedules()
             if run.model.choices["model.compile"].value != "none":
                 # Code for other sizes: what the run compiles must not depend on it.
                 torch.compiler.reset()
@@ -278,12 +296,13 @@ class RunProbe(Probe):
             if run.resumed_from is not None:
                 restore_optimizer(run.resumed_from, run.optimizer, run.model)
 
-    def _batch(self, size: int) -> StepBatch:
+    def _batch(self, size: int, max_length: int | None) -> StepBatch:
         """Micro-batches of `size`, in the shapes that the data loader makes of them, of random tokens."""
         data, dp = self.run.data, self.run.ctx.dims.dp
         data.set_micro_batch(size * self.unit, dp)
         tokens, vocabulary = np.random.default_rng(0), min(self.run.tokenizer.size, self.run.model.vocab_size)
-        ids = [tokens.integers(vocabulary, size=self.row_tokens) for _ in range(size)]
+        length = self.row_tokens if max_length is None else min(self.row_tokens, max_length)
+        ids = [tokens.integers(vocabulary, size=length) for _ in range(size)]
         sequences = [TokenSequence(each, each) for each in ids]
         rows = [[each] for each in sequences] if data.batch_sizes.micro_batch_tokens is None else [sequences]
         micro_batch = collate(rows, data.pad_id, data.shapes)
@@ -308,12 +327,9 @@ class ModuleProbe(Probe):
         self.vocabulary = embeddings[0].num_embeddings
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=0.0, fused=True)
 
-    def base_bytes(self) -> int:
-        trained = sum(parameter.nbytes for parameter in self.parameters)
-        return allocated_bytes(self.device, self.module.parameters()) + 3 * trained
-
-    def step(self, size: int) -> float:
-        tokens = np.random.default_rng(0).integers(self.vocabulary, size=(size, self.max_seq_len))
+    def step(self, size: int, max_length: int | None = None) -> float:
+        length = self.max_seq_len if max_length is None else min(self.max_seq_len, max_length)
+        tokens = np.random.default_rng(0).integers(self.vocabulary, size=(size, length))
         ids_BT = torch.from_numpy(tokens).to(self.device)
         self.synchronize()
         start = time.perf_counter()
@@ -322,6 +338,10 @@ class ModuleProbe(Probe):
         (token_loss_sum(logits_BTV[:, :-1], ids_BT[:, 1:]) / ids_BT.numel()).backward()
         self.synchronize()
         seconds = time.perf_counter() - start
+        # The weights stay as they are, also if a gradient is not finite.
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.synchronize()

@@ -60,25 +60,26 @@ def find_largest(
 ) -> SearchResult:
     """The largest size of at most `limit` that fits, if those below a size that fits do.
 
-    `base_load`: of a step without tokens, about. No size is measured whose load is expected to be more than `max_load`:
+    `base_load`: of a step of few tokens. No size is measured whose load is expected to be more than `max_load`:
     it would run out of memory. With `should_stop`, the search may end early.
     """
     measured = {1: measure(1)}
     if not measured[1].fits:
         return SearchResult(0, True, measured)
     # The smallest size that does not fit, or would run out of memory.
-    largest, too_large, steps = 1, limit + 1, 0
+    largest, too_large, steps, is_exact = 1, limit + 1, 0, True
     while largest + 1 < too_large and not should_stop(measured):
         size, steps = _next_size(measured, largest, too_large, steps, base_load), steps + 1
         if expected_load(measured, size, base_load) > max_load:
-            too_large = size
+            # It may fit all the same.
+            is_exact, too_large = False, size
             continue
         measured[size] = measure(size)
         if measured[size].fits:
             largest = size
         else:
-            too_large = size
-    return SearchResult(largest, largest + 1 >= too_large, measured)
+            is_exact, too_large = True, size
+    return SearchResult(largest, is_exact and largest + 1 >= too_large, measured)
 
 
 def _next_size(measured: Measurements, largest: int, too_large: int, steps: int, base_load: float) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchstone import heartbeat
+from torchstone.atomic import read_json_or_empty
 from torchstone.config.files import read_config_file
 from torchstone.config.load import ConfigLayers, resolve
 from torchstone.config.schema import DEFAULT_TEXT_ROWS, Config, DataConfig
@@ -123,11 +124,21 @@ def check_rows_per_device(config: Config) -> str | None:
         # A model that is not a run does not say how it was trained.
         return None
     rows, previous = config.training.micro_batch_rows, training.get("batch_size")
-    previous = previous if isinstance(previous, int) else DEFAULT_TEXT_ROWS
+    previous = previous if isinstance(previous, int) else _found_rows(path.parent) or DEFAULT_TEXT_ROWS
     if (rows or DEFAULT_TEXT_ROWS) <= previous:
         return None
     source = f"--device-batch-size {rows}" if rows else f"the default of {DEFAULT_TEXT_ROWS} rows per device"
     return f"{source} is more than the {previous} rows that {path.parent} was pretrained with: it may not fit in memory"
+
+
+def _found_rows(run: Path) -> int | None:
+    """The rows that a run has found (`training.batch_size auto`)."""
+    from torchstone.checkpoint.manifest import list_checkpoints
+
+    checkpoints = list_checkpoints(run / "checkpoints")
+    state = read_json_or_empty(checkpoints[-1][1] / "state.json") if checkpoints else {}
+    size = (state.get("auto_batch") or {}).get("size")
+    return size if isinstance(size, int) else None
 
 
 def _split_args(args: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -25,6 +25,7 @@ CGROUP_FILES = [
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 ]
+DEVICE_ERRORS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 WHAT_TO_TRY = (
     "try a lower --optim.learning_rate or a longer --optim.warmup_steps or, if it is not in fp32, a new run with "
     "--training.precision fp32"
@@ -117,13 +118,24 @@ def _read_text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """`is_out_of_memory`, also for errors of torch's own type."""
+    return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
+
+
+def is_repairable(error: BaseException) -> bool:
+    """Whether the process can go on after it: an allocation was refused. A kernel that ran out of memory leaves the
+    device in an unknown state."""
+    return ran_out_of_memory(error) and not any(text in str(error) for text in DEVICE_ERRORS)
+
+
 @contextmanager
 def translate_out_of_memory(activity: str | None, device: torch.device, hint: Callable[[], str]) -> Iterator[None]:
     """Turns out-of-memory errors during `activity`, by default the phase of the run, into ours, with `hint()`."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
-        if not (is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)):
+        if not ran_out_of_memory(error):
             raise
         activity = activity or current_phase()
         message = f"out of memory on {device} while {activity}: {out_of_memory_reason(error)}"

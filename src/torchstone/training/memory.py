@@ -96,8 +96,8 @@ def rank_changes(sizes: StepSizes, changes: Iterable[Change], memory: int | None
     for size, text in sorted(saved, key=lambda each: -each[0])[:MAX_CHANGES]:
         if size > 0:
             fits = memory is not None and needed - size <= USABLE * memory
-            texts.append(f"{len(texts) + 1}. {text} ({_size_text(size)} less{', which fits' if fits else ''})")
-    return f"of the {_size_text(needed)} that a step needs by an estimate, these save most: {', '.join(texts)}"
+            texts.append(f"{len(texts) + 1}. {text} ({size_text(size)} less{', which fits' if fits else ''})")
+    return f"a step needs about {size_text(needed)}; these changes save most: {', '.join(texts)}"
 
 
 def possible_changes(
@@ -175,7 +175,7 @@ def _shard(sizes: StepSizes, memory: int | None) -> Change:
     return change
 
 
-def _size_text(size: int) -> str:
+def size_text(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 

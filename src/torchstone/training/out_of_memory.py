@@ -29,16 +29,14 @@ from torchstone.data.collate import BatchShapes, MicroBatch, collate
 from torchstone.data.loader import StepBatch, count_padding
 from torchstone.data.samples import Samples
 from torchstone.data.split import num_documents, split_micro_batch, split_step_batch
-from torchstone.errors import OutOfMemoryError, is_out_of_memory
+from torchstone.errors import OutOfMemoryError
 from torchstone.launch.memory_limit import MemoryLimit, read_limit, remove_limit, write_limit
 from torchstone.parallel.runner import Runner
-from torchstone.training.checks import out_of_memory_reason
+from torchstone.training.checks import is_repairable, out_of_memory_reason, ran_out_of_memory
 from torchstone.training.malloc import return_freed_memory
 from torchstone.training.memory import describe_fit
 from torchstone.training.run import Run
 
-# A kernel that ran out of memory leaves the device in an unknown state; an allocation that was refused does not.
-NOT_REPAIRABLE = "CUDA error: out of memory"
 MAX_ROWS_SHOWN = 5
 
 
@@ -68,10 +66,10 @@ class Attempts:
         self.is_done = error is None
         failed = self.run.runner.running
         # Outside of the micro-batches smaller ones would not help.
-        if error is None or failed is None or not _is_out_of_memory(error):
+        if error is None or failed is None or not ran_out_of_memory(error):
             return False
         reason, limit = out_of_memory_reason(error), self._smaller_limit(failed)
-        if limit is None or NOT_REPAIRABLE in str(error):
+        if limit is None or not is_repairable(error):
             raise self._error(failed, reason, describe_fit(self.run, failed.ids.shape)) from None
         if not self._can_repeat:
             raise self._error(failed, reason, _leave_limit(self.run, limit)) from None
@@ -137,13 +135,14 @@ def validation_attempts(run: Run, batch: StepBatch, name: str) -> Attempts:
 
 
 def limit_settings(runner: Runner) -> dict[str, Any]:
-    """What a limit is valid for."""
+    """What a limit is valid for. GPUs of one run may differ: that of rank 0 counts."""
     name, device, choices = "cpu", runner.device, runner.model.choices
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = f"{properties.name}, {properties.total_memory} bytes"
     keys = ("training.precision", "model.recompute", "model.loss")
-    return {"device": name, "layout": str(runner.ctx.dims)} | {key: str(choices[key].value) for key in keys}
+    settings = {"device": name, "layout": str(runner.ctx.dims)} | {key: str(choices[key].value) for key in keys}
+    return dict(runner.ctx.all_gather_object(settings)[0])
 
 
 def restore_limit(run: Run, saved_settings: dict[str, Any] | None) -> None:
@@ -210,10 +209,6 @@ def _leave_limit(run: Run, limit: int) -> str:
     if heartbeat.has_launcher():
         return f"the workers start again with {again}"
     return f"start it again, as torchrun --max-restarts does: it continues with {again}"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
 
 
 def _rng_states(device: torch.device) -> list[torch.Tensor]:
