@@ -27,6 +27,7 @@ from torchstone.batchsize.probe import RunProbe
 from torchstone.batchsize.search import Measurement, expected_load, fastest_size, find_largest, is_saturated
 from torchstone.config.load import load_config
 from torchstone.config.schema import ParallelConfig, parse_memory
+from torchstone.data.loader import StepBatch
 from torchstone.errors import OutOfMemoryError, UsageError
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distributed
@@ -352,6 +353,7 @@ class TestRuns:
         code, _, err = torchstone("train", *flags(values | limit))
         assert code == 0, err
         assert "not even one row fits: a step with micro-batches of 256 tokens needs" in err
+        assert "and may take 100% of the " in err
         assert "recompute: full" in err
         # The run goes on in the same way.
         code, _, err = torchstone("train", *flags(values | limit | {"training.max_steps": 3}))
@@ -359,6 +361,32 @@ class TestRuns:
         tiny = {"auto_batch.memory_limit": used["full"] // 2, "output_dir": str(tmp_path / "other")}
         code, _, err = torchstone("train", *flags(values | tiny))
         assert (code, "(auto_batch.memory_limit)" in err, "a shorter --data.context_length" in err) == (4, True, True)
+
+    def test_rows_that_run_out_of_memory_are_split(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+        """If even one row does, and not because of a limit: also after recomputation was tried."""
+        values = settings(training__batch_size="auto", training__max_steps=1, data__text_packing="best-fit")
+        values |= {"data.context_length": 128}
+        recomputed = []
+
+        def fail(runner: Any, batch: StepBatch, step: int) -> None:
+            recomputed.append(values_of(runner))
+            raise MemoryError
+
+        def values_of(runner: Any) -> str:
+            return str(runner.model.choices["model.recompute"].value)
+
+        monkeypatch.setattr(probe, "compute_gradients", fail)
+        result = api.train(overrides=values, callbacks=[Memory(tokens=112)])
+        assert result.checkpoint is not None
+        state = json.loads((result.checkpoint / "state.json").read_text())
+        assert (state["auto_batch"]["size"], state["auto_batch"]["had_to_recompute"]) == (1, True)
+        assert state["oom_splits"] >= 1
+        assert list(dict.fromkeys(recomputed)) == ["none", "full"]
+
+    def test_a_setting_without_effect_is_said(self, torchstone: Command, settings: Settings) -> None:
+        values = settings(training__max_steps=1, auto_batch__margin=0.5, observe__console="lines")
+        code, _, err = torchstone("train", *flags(values))
+        assert (code, "auto_batch.margin has no effect: the size of micro-batches is not searched" in err) == (0, True)
 
     def test_the_margin_never_makes_it_zero(self, settings: Settings, tmp_path: Path) -> None:
         values = settings(training__batch_size="auto", training__max_steps=1)

@@ -9,7 +9,6 @@ Functions that end in `_with_config` take a validated `Config`.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,7 +84,7 @@ from torchstone.parallel.mesh import (
     translate_comm_errors,
 )
 from torchstone.training import run_folder
-from torchstone.training.checks import check_memory, translate_out_of_memory
+from torchstone.training.checks import check_memory, free_device_memory, translate_out_of_memory
 from torchstone.training.defaults import check_compile, choose_precision, execution_options, with_precision
 from torchstone.training.evaluate import AnswerOptions, evaluate_file
 from torchstone.training.generation import (
@@ -175,7 +174,13 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
             console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
             return TrainResult(step, run.checkpoint, None, None, stopped)
         console.open_log()
-        run = _choose_micro_batch(run)
+        if _needs_recomputation(run):
+            recomputed = replace(run.config, model=replace(run.config.model, recompute="full"))
+            # Both models may not fit together.
+            del run
+            free_device_memory(device)
+            run = _build_run(recomputed, console, device, ctx)
+            choose_micro_batch(run, had_to_recompute=True)
         if ctx.is_main:
             run_folder.save_config(config, console)
         for line in _describe_run(run):
@@ -196,25 +201,17 @@ def _build_run(config: Config, console: Console, device: torch.device, ctx: Para
         return build_run(config, console, device, ctx)
 
 
-def _choose_micro_batch(run: Run) -> Run:
-    """Finds the size of micro-batches, if wanted. If none fits and model.recompute is auto, builds the run again with
-    full recomputation."""
+def _needs_recomputation(run: Run) -> bool:
+    """Finds the size of micro-batches, if wanted. Whether none fits, and model.recompute is auto."""
+    is_auto = run.config.model.recompute == "auto" and run.model.choices["model.recompute"].value != "full"
     try:
-        choose_micro_batch(run)
-        return run
+        choose_micro_batch(run, may_recompute=is_auto)
     except DoesNotFitError as error:
-        config, console, device, ctx = run.config, run.console, run.device, run.ctx
-        if config.model.recompute != "auto" or run.model.choices["model.recompute"].value == "full":
+        if not is_auto:
             raise
-        console.warn(f"{error.message}: trying again with --model.recompute full")
-        del run
-    config = replace(config, model=replace(config.model, recompute="full"))
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    run = _build_run(config, console, device, ctx)
-    choose_micro_batch(run, had_to_recompute=True)
-    return run
+        run.console.warn(f"{error.message}: trying again with --model.recompute full")
+        return True
+    return False
 
 
 def destroy_process_group() -> None:

@@ -7,6 +7,7 @@ another one.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from torchstone.batchsize.search import (
     micro_step_seconds,
 )
 from torchstone.checkpoint.load import read_state
-from torchstone.config.schema import Config
+from torchstone.config.schema import AutoBatchConfig, Config
 from torchstone.errors import OutOfMemoryError
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE
 from torchstone.training.defaults import run_flops
@@ -42,13 +43,17 @@ class DoesNotFitError(OutOfMemoryError):
     """Not even the smallest micro-batch fits."""
 
 
-def choose_micro_batch(run: Run, had_to_recompute: bool = False) -> None:
+def choose_micro_batch(run: Run, may_recompute: bool = False, had_to_recompute: bool = False) -> None:
     """Sets the micro-batches of the run, if they are to be found, and logs what was found.
 
-    `had_to_recompute`: `model.recompute` is auto, and without full recomputation no size fits."""
+    `may_recompute`: if no size fits, the caller tries full recomputation; `had_to_recompute`: it did."""
     flops = run_flops(run.model.parameter_count, run.data, run.schedule, run.progress, run.ctx)
     shares_rows = run.data.batch_sizes.micro_batch_tokens is not None
     if not is_wanted(run.config, shares_rows, run.device, flops, run.console.info):
+        auto, default = asdict(run.config.auto_batch), asdict(AutoBatchConfig())
+        unused = [f"auto_batch.{key}" for key in auto if key != "enabled" and auto[key] != default[key]]
+        if unused:
+            run.console.warn(f"{', '.join(unused)} has no effect: the size of micro-batches is not searched for")
         return
     # That of rank 0: all ranks must do the same.
     identity = run.ctx.all_gather_object(_identity(run))[0]
@@ -68,7 +73,7 @@ def choose_micro_batch(run: Run, had_to_recompute: bool = False) -> None:
                 f"the run had {_name(run)}={recorded['size']}, found with {_describe_identity(recorded['identity'])}; "
                 f"now with {_describe_identity(identity)} it is found again, and results may differ in the last bits"
             )
-        size = Discovery(run).find()
+        size = Discovery(run, may_recompute).find()
     run.data.set_micro_batch(size, run.ctx.dims.dp)
     run.runner.longest_document = run.data.shapes.longest_document(run.config.data.context_length)
     run.checkpoint_info["auto_batch"] = {"size": size, "had_to_recompute": had_to_recompute, "identity": identity}
@@ -108,7 +113,8 @@ def is_wanted(
 class Discovery:
     """Finds the size of a run's micro-batches: what a step of each size takes, and which is the fastest that fits."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, may_recompute: bool = False) -> None:
+        self.may_recompute = may_recompute
         self.run, self.auto, self.start = run, run.config.auto_batch, time.perf_counter()
         self.probe = RunProbe(run)
         self.cached = CachedProbe(self.probe, cache_key(run, self.probe), self.auto.cache, run.console.warn)
@@ -141,10 +147,13 @@ class Discovery:
         result, probe = self.result, self.probe
         if result.largest == 0:
             load = result.measured[1].load
-            if load > probe.budget.max_load:
+            is_over_budget = probe.budget.max_load < load < math.inf
+            if is_over_budget or (math.isinf(load) and self.may_recompute):
                 raise self._does_not_fit()
             self.run.console.warn(
-                f"even the smallest micro-batch takes {load * self.auto.margin:.0%} of the memory, more than "
+                "even the smallest micro-batch is out of memory: it is split when a step comes to it"
+                if math.isinf(load)
+                else f"even the smallest micro-batch takes {load * self.auto.margin:.0%} of the memory, more than "
                 f"auto_batch.margin {self.auto.margin:g}"
             )
             return 1
@@ -171,19 +180,22 @@ class Discovery:
     def _describe(self, size: int) -> str:
         entry, probe, largest = self.cached.entry(size), self.probe, self.result.largest
         unit = self.probe.unit
-        if size == probe.limit:
+        margin = f"margin {self.auto.margin:g}"
+        if not largest:
+            text = "not even this size fits"
+        elif size == probe.limit:
             text = "a larger one would change nothing"
         elif largest == probe.limit:
             text = f"{largest * unit} would fit, too"
         elif self.result.is_exact:
             text = f"{largest * unit} is the largest that fits"
         else:
-            text = f"more than {largest * unit} {'was not tried' if self.is_late else 'would be no faster'}"
+            text = f"larger ones {'were not tried' if self.is_late else 'are at most 1 % faster'}"
         if entry is None or entry.used is None or entry.seconds is None:
-            return text
+            return f"{text} ({margin})"
         tokens = size * probe.row_tokens * self.run.ctx.dims.dp / entry.seconds
         return (
-            f"{size_text(entry.used)} of {size_text(probe.budget.memory)} (margin {self.auto.margin:g}) and "
+            f"{size_text(entry.used)} of {size_text(probe.budget.memory)} ({margin}) and "
             f"{tokens:,.0f} tokens/s in full micro-batches; {text}"
         )
 
@@ -193,8 +205,8 @@ class Discovery:
         needs = "is out of memory" if used is None or used.used is None else f"needs {size_text(used.used)}"
         limit = " (auto_batch.memory_limit)" if budget.limit == budget.memory else ""
         return DoesNotFitError(
-            f"not even one row fits: a step with micro-batches of {self.probe.row_tokens} tokens {needs}, but "
-            f"{run.device} has {size_text(budget.memory)}{limit}",
+            f"not even one row fits: a step with micro-batches of {self.probe.row_tokens} tokens {needs}, and may take "
+            f"{self.auto.margin:.0%} of the {size_text(budget.memory)} of {run.device}{limit}",
             describe_fit(run, (1, self.probe.row_tokens)),
         )
 

@@ -13,7 +13,7 @@ from torch import nn
 from torchstone import __version__
 from torchstone.batchsize.cache import CachedProbe
 from torchstone.batchsize.probe import MemoryBudget, ModuleProbe
-from torchstone.batchsize.search import SearchResult, fastest_size, find_largest, is_saturated
+from torchstone.batchsize.search import Measurements, SearchResult, fastest_size, find_largest, is_saturated
 from torchstone.config.schema import AutoBatchConfig, parse_memory
 from torchstone.errors import OutOfMemoryError, UsageError
 from torchstone.observe.allocator import allocated_bytes
@@ -54,19 +54,24 @@ def discover_batch_size(
     use_cache: bool = True,
     cache_key_components: Mapping[str, Any] | None = None,
     *,
-    memory_limit: str | None = None,
+    memory_limit: str | int | None = None,
     max_batch_size: int = 1024,
+    time_limit: float = 120.0,
 ) -> int:
     """The rows per device with which a token takes the least time, of those that fit; the smallest as fast to 1 %.
 
     `model` maps ids [B, T] to logits, and is on `device`. Its steps are those of AdamW on rows of `max_seq_len` tokens;
     nothing of it has changed afterwards. A step may take `safety_margin` of the memory that is free, or of
-    `memory_limit`, such as 8GiB. All ranks call it, and get the same size, which fits on all of them. Measurements are
-    kept in $TORCHSTONE_CACHE for the same model, device and `cache_key_components`.
+    `memory_limit`, such as 8GiB. After `time_limit` seconds no further size is tried. All ranks call it, and get the
+    same size, which fits on all of them. Measurements are kept in $TORCHSTONE_CACHE for the same model, device and
+    `cache_key_components`.
     """
     start, device = time.perf_counter(), torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device is cuda, but torch sees no CUDA device", "use device='cpu'")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    memory_limit = None if memory_limit is None else str(memory_limit)
     _check_arguments(max_seq_len, safety_margin, memory_limit, max_batch_size)
     ranks = DefaultGroup(ddp_rank, ddp_world_size, device)
     resident = allocated_bytes(device, model.parameters())
@@ -74,9 +79,14 @@ def discover_batch_size(
     probe, console = ModuleProbe(model, max_seq_len, ranks, budget), Console("auto" if ranks.is_main else "none")
     key = _cache_key(model, max_seq_len, device, ddp_world_size, cache_key_components or {})
     cached = CachedProbe(probe, key, use_cache, console.warn)
+
+    def should_stop(measured: Measurements) -> bool:
+        is_late = ranks.all_reduce_max_each([int(time.perf_counter() - start > time_limit)])[0] > 0
+        return is_late or is_saturated(measured)
+
     try:
         with probe.without_trace():
-            result = find_largest(cached.measure, max_batch_size, cached.base_load(), budget.max_load, is_saturated)
+            result = find_largest(cached.measure, max_batch_size, cached.base_load(), budget.max_load, should_stop)
     finally:
         cached.save()
     size = _choose(result, budget, max_seq_len, device)
@@ -91,8 +101,8 @@ def _check_arguments(max_seq_len: int, safety_margin: float, memory_limit: str |
         )
     if not 0 < safety_margin <= 1:
         raise UsageError(f"safety_margin {safety_margin} must be more than 0 and at most 1")
-    if memory_limit is not None and parse_memory(memory_limit) is None:
-        raise UsageError(f"memory_limit {memory_limit!r} is not a size in bytes", "use a unit, such as 8GiB")
+    if memory_limit is not None and (parse_memory(memory_limit) or 0) < 2**20:
+        raise UsageError(f"memory_limit {memory_limit!r} is not at least 1MiB", "use a unit, such as 8GiB")
 
 
 def _choose(result: SearchResult, budget: MemoryBudget, max_seq_len: int, device: torch.device) -> int:

@@ -69,9 +69,12 @@ def find_gpu(text: str) -> Gpu:
     name = text.strip().lower().replace("_", "-").replace(" ", "-")
     if name in GPUS:
         return GPUS[name]
-    if memory := parse_memory(text):
+    # A number alone would be bytes.
+    if (memory := parse_memory(text)) and not text.strip().isdecimal():
         return Gpu(f"a GPU of {text.strip()}", memory)
-    raise UsageError(f"--gpu {text} is not known", f"use one of {', '.join(GPUS)}, or its memory, such as 40GiB")
+    similar = [known for known in GPUS if name and known.startswith(name)]
+    meant = f"did you mean {' or '.join(similar)}? " if similar else ""
+    raise UsageError(f"--gpu {text} is not known", f"{meant}use one of {', '.join(GPUS)}, or its memory, such as 40GiB")
 
 
 def own_gpu(device: torch.device) -> Gpu:

@@ -128,8 +128,9 @@ def make_plan(config: Config, world: int | None, gpu_name: str | None, has_searc
     layout = Layout(dims, replace(config.parallel, dp_shard=dims.dp_shard), rows, choices["model.recompute"].value)
     largest = largest_rows(job, layout)
     recommended = _recommended_rows(job, layout, largest)
-    if is_auto and recommended:
-        layout = replace(layout, rows=recommended)
+    if is_auto:
+        # If nothing fits, the least.
+        layout = replace(layout, rows=recommended or 1)
     search = None
     if has_search:
         search = search_layouts(job, layout, is_auto, config.model.recompute == "auto", execution)
@@ -270,4 +271,6 @@ def not_fitting(plan: Plan) -> tuple[str, str]:
         recomputed = replace(plan.layout, recompute="full")
         if rows := largest_rows(plan.job, recomputed):
             return message, f"--model.recompute full fits, with micro-batches of up to {rows} row{'s' * (rows > 1)}"
-    return message, "torchstone plan --search finds layouts that fit, --world N plans for more GPUs"
+    if plan.search is None:
+        return message, "torchstone plan --search looks for layouts that fit, --world N plans for more GPUs"
+    return message, "plan for more GPUs (--world N), or use --training.precision bf16-pure or --tuning.method lora"

@@ -7,7 +7,6 @@ put back. Validation needs less memory, since it keeps no activations, and a sav
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from abc import ABC, abstractmethod
@@ -30,7 +29,13 @@ from torchstone.heartbeat import report_phase
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.model import FallbackModel
 from torchstone.observe.allocator import allocated_bytes, peak_bytes
-from torchstone.training.checks import free_memory, is_repairable, out_of_memory_reason, ran_out_of_memory
+from torchstone.training.checks import (
+    free_device_memory,
+    free_memory,
+    is_repairable,
+    out_of_memory_reason,
+    ran_out_of_memory,
+)
 from torchstone.training.memory import FINDING_BATCH_SIZE, available_memory
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients, optimizer_step
@@ -195,9 +200,7 @@ class Probe(ABC):
 
     def free(self) -> None:
         self.clear()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_device_memory(self.device)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -470,7 +470,8 @@ def _convert_optional(value: Any, annotation: Any, key: str) -> Any:
         try:
             return value if value in words else _convert(value, inner, key)
         except UsageError as error:
-            raise UsageError(error.message, error.hint or f"use a number, or {', '.join(words)}") from None
+            message = error.message if str(value).isdecimal() else f"{key} cannot be {value!r}"
+            raise UsageError(message, error.hint or f"use a number, or {', '.join(words)}") from None
     if get_origin(inner) is dict:
         mappings = [inner]
     if mappings and isinstance(value, str):

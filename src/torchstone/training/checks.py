@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator
@@ -116,6 +117,13 @@ def read_cgroup(path: Path) -> int | None:
 
 def _read_text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
+
+
+def free_device_memory(device: torch.device) -> None:
+    """Of objects that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
