@@ -28,6 +28,7 @@ from torchstone.errors import OutOfMemoryError
 from torchstone.launch.memory_limit import MemoryLimit, read_limit, write_limit
 from torchstone.models.decoder import Block
 from torchstone.observe.metrics import read_metrics
+from torchstone.optim.adamw import AdamW
 from torchstone.testing import launch_procs
 from torchstone.training.run import Callback, Run
 
@@ -269,6 +270,24 @@ class TestErrors:
             train(values_of(ROWS, "run"), memory)
         assert type(caught.value) is kind
         assert memory.failures == [3]
+
+    def test_an_update_that_does_not_fit_is_named_with_what_makes_the_state_smaller(
+        self, values_of: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Micro-batches have nothing to do with it."""
+
+        def fail(*args: object) -> None:
+            raise RuntimeError(NO_MEMORY)
+
+        monkeypatch.setattr(AdamW, "clip_and_step", fail)
+        with pytest.raises(OutOfMemoryError) as caught:
+            train(values_of(ROWS, "run"))
+        assert caught.value.message.startswith("out of memory on cpu while updating the weights in step 1: ")
+        assert re.fullmatch(
+            r"a step needs about \d\.\d\d MiB; these changes save most: 1\. --training\.precision bf16-pure in a new "
+            r"run \(\d\.\d\d MiB less\)",
+            caught.value.hint or "",
+        ), caught.value.hint
 
     def test_a_row_that_does_not_fit_is_named_with_what_would_help(
         self, values_of: Any, chat_file: Path, tokenizer: Tokenizer

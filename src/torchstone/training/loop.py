@@ -30,7 +30,7 @@ from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import lr_at_step
 from torchstone.training.checks import check_saved_state, translate_out_of_memory
 from torchstone.training.malloc import keep_freed_memory
-from torchstone.training.memory import describe_fit
+from torchstone.training.memory import UPDATING, describe_fit
 from torchstone.training.out_of_memory import training_attempts, validation_attempts
 from torchstone.training.run import Callback, Run, TrainResult
 from torchstone.training.sample_text import generate_samples
@@ -109,6 +109,7 @@ def _start_step(run: Run, batch: StepBatch) -> StartedStep:
         with attempts:
             result = compute_gradients(run.runner, attempts.batch, step)
     batch = attempts.batch
+    report_phase(f"{UPDATING} {step}")
     optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
     progress.step = step
     progress.samples += batch.samples

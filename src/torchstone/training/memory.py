@@ -34,6 +34,8 @@ from torchstone.tuning.quantize import QuantizedLinear, bytes_per_weight
 USABLE = 0.95
 # The phase in which batchsize/probe.py measures steps.
 FINDING_BATCH_SIZE = "finding the batch size"
+# The phase of the optimizer, whose memory does not depend on micro-batches.
+UPDATING = "updating the weights in step"
 # The shortest data.context_length that is proposed.
 MIN_CONTEXT_LENGTH = 128
 # How many changes an error lists, and the numbers of GPUs that it proposes.
@@ -97,6 +99,8 @@ def rank_changes(sizes: StepSizes, changes: Iterable[Change], memory: int | None
         if size > 0:
             fits = memory is not None and needed - size <= USABLE * memory
             texts.append(f"{len(texts) + 1}. {text} ({size_text(size)} less{', which fits' if fits else ''})")
+    if not texts:
+        return f"use a smaller model: a step needs about {size_text(needed)}"
     return f"a step needs about {size_text(needed)}; these changes save most: {', '.join(texts)}"
 
 
@@ -197,11 +201,17 @@ def describe_fit(run: Run, shape: Sequence[int] | None = None) -> str:
         rows = max(shape[0], math.prod(shape) // context_length)
         row_tokens, accumulates = math.prod(shape) // rows, accumulates or run.micro_batch_limit is not None
     flags = partial(size_flags, batch, training, context_length)
-    is_step = current_phase().startswith(("computing step", FINDING_BATCH_SIZE))
+    phase = current_phase()
+    is_step = phase.startswith(("computing step", UPDATING, FINDING_BATCH_SIZE))
     if not isinstance(model, NativeModel) or run.ctx.world_size > 1 or not is_step:
         return _what_helps(model, flags(rows // 2) if rows > 1 else None)
     sizes = _step_sizes(run, model, rows, row_tokens, bool(accumulates))
     memory = available_memory(device) if device.type == "cuda" else None
+    if phase.startswith(UPDATING):
+        # Without activations, of which there are none then.
+        sizes = replace(sizes, rows=1, row_tokens=1)
+        changes = possible_changes(run, sizes, flags, memory)
+        return rank_changes(sizes, [each for each in changes if each.sizes.state_bytes < sizes.state_bytes], memory)
     ranking = rank_changes(sizes, possible_changes(run, sizes, flags, memory), memory)
     if memory is None:
         return ranking
