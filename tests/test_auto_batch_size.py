@@ -21,7 +21,7 @@ from test_out_of_memory import Memory
 from tiny import flags
 from torchstone import api, discover_batch_size
 from torchstone.batchsize import probe
-from torchstone.batchsize.auto import cache_key, choose_micro_batch, is_wanted
+from torchstone.batchsize.auto import cache_key, choose_micro_batch, is_wanted, remember_out_of_memory
 from torchstone.batchsize.cache import Entry, read_entries, write_entries
 from torchstone.batchsize.probe import RunProbe
 from torchstone.batchsize.search import Measurement, expected_load, fastest_size, find_largest, is_saturated
@@ -361,6 +361,7 @@ class TestRuns:
         tiny = {"auto_batch.memory_limit": used["full"] // 2, "output_dir": str(tmp_path / "other")}
         code, _, err = torchstone("train", *flags(values | tiny))
         assert (code, "(auto_batch.memory_limit)" in err, "a shorter --data.context_length" in err) == (4, True, True)
+        assert "use a larger --auto_batch.memory_limit; " in err
 
     def test_rows_that_run_out_of_memory_are_split(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         """If even one row does, and not because of a limit: also after recomputation was tried."""
@@ -417,6 +418,10 @@ class TestRuns:
         assert (state["auto_batch"]["size"], state["micro_batch_limit"], state["oom_splits"]) == (16, 64, 3)
         assert [each.size for each in read_entries(key, pytest.fail) if each.used is None] == [3, 4, 8, 16]
         assert discovered(values | {"output_dir": str(tmp_path / "next")}, tmp_path / "next") == 2
+        # A limit of less than a row: its parts fit, so a run with rows may begin.
+        run.progress.micro_batch_limit, run.checkpoint_info["auto_batch"] = 16, {}
+        remember_out_of_memory(run)
+        assert [each.size for each in read_entries(key, pytest.fail) if each.used is not None] == [0, 1]
 
     def test_free_memory_is_that_of_the_container(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "memory.max").write_text("3000000000\n")

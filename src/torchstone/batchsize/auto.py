@@ -203,11 +203,12 @@ class Discovery:
         run, budget = self.run, self.probe.budget
         used = self.cached.entry(1)
         needs = "is out of memory" if used is None or used.used is None else f"needs {size_text(used.used)}"
-        limit = " (auto_batch.memory_limit)" if budget.limit == budget.memory else ""
+        is_limited = budget.limit == budget.memory
+        limit, hint = " (auto_batch.memory_limit)" if is_limited else "", describe_fit(run, (1, self.probe.row_tokens))
         return DoesNotFitError(
             f"not even one row fits: a step with micro-batches of {self.probe.row_tokens} tokens {needs}, and may take "
             f"{self.auto.margin:.0%} of the {size_text(budget.memory)} of {run.device}{limit}",
-            describe_fit(run, (1, self.probe.row_tokens)),
+            f"use a larger --auto_batch.memory_limit; {hint}" if is_limited else hint,
         )
 
 
