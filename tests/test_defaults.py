@@ -23,13 +23,13 @@ from tiny import flags
 from torchstone import api, triton_support
 from torchstone.config.load import load_config
 from torchstone.config.schema import Config
-from torchstone.errors import WorkerError
+from torchstone.errors import NumericalError, WorkerError
 from torchstone.models import execution as execution_module
 from torchstone.models.choice import Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, choose_compile, choose_recompute
 from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, ParallelDims
-from torchstone.training import loop, step, step_log
+from torchstone.training import loop, step
 from torchstone.training.defaults import choose_precision, run_flops, slow_choices
 from torchstone.training.run import Callback, Run
 from torchstone.training.state import Progress
@@ -376,7 +376,8 @@ class TestDelayedReading:
             def finish(self) -> None:
                 read.append(self._unread)
 
-        run = SimpleNamespace(device=CPU, ctx=SimpleNamespace(world_size=2, any_rank=bool))
+        ctx = SimpleNamespace(world_size=2, any_rank=bool)
+        run = SimpleNamespace(device=CPU, ctx=ctx, config=Config(), progress=Progress())
         log = Log(run, [], None)  # type: ignore[arg-type]
         log._unread = SimpleNamespace(end=Event())  # type: ignore[assignment]
         with pytest.raises(WorkerError), log.finished_on_error():
@@ -426,10 +427,12 @@ class TestDelayedReading:
             result.sums[0] = math.nan
             return result
 
+        monkeypatch.setattr(loop, "StepLog", DelayedLog)
         monkeypatch.setattr(step, "check_finite", lambda *_: None)
-        monkeypatch.setattr(step_log, "check_finite", lambda *_: None)
         monkeypatch.setattr(loop, "compute_gradients", without_loss)
-        api.train(None, settings(training__max_steps=2), callbacks=[Keep()])
+        with pytest.raises(NumericalError, match="step 1: loss nan"):
+            api.train(None, settings(training__max_steps=2), callbacks=[Keep()])
+        assert len(weights) == 2
         assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 

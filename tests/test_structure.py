@@ -41,6 +41,8 @@ PRIVATE_TORCH_NAMES = {
     ("torch._foreach_norm", "optim/clip.py"),
     ("torch._inductor.cpp_builder", "models/execution.py"),
     ("torch._inductor.exc", "models/execution.py"),
+    ("torch.utils._pytree.tree_leaves", "training/replay.py"),
+    ("torch.utils._pytree.tree_map_only", "training/replay.py"),
 }
 # `import torchstone` imports the names of api on first use.
 LAZY = {("__init__", "api")}

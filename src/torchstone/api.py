@@ -84,6 +84,7 @@ from torchstone.parallel.mesh import (
     translate_comm_errors,
 )
 from torchstone.training import run_folder
+from torchstone.training.bad_steps import RollBack, Rollbacks
 from torchstone.training.checks import check_memory, free_device_memory, translate_out_of_memory
 from torchstone.training.defaults import check_compile, choose_precision, execution_options, with_precision
 from torchstone.training.evaluate import AnswerOptions, evaluate_file
@@ -167,24 +168,46 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
         console = stack.enter_context(run_folder.open_console(config, ctx, device))
-        run = _build_run(config, console, device, ctx)
-        if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
-            step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
-            reason = stopped or f"to continue it, set a later end: {_later_end(config.training, step)}"
-            console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
-            return TrainResult(step, run.checkpoint, None, None, stopped)
-        console.open_log()
-        if _needs_recomputation(run):
-            recomputed = replace(run.config, model=replace(run.config.model, recompute="full"))
-            # Both models may not fit together.
-            del run
+        rollbacks = Rollbacks(config.debug)
+        while True:
+            try:
+                return _train_once(config, console, device, ctx, callbacks, rollbacks)
+            except RollBack as request:
+                rollbacks.add(request, console)
+            # The model of the failed attempt.
             free_device_memory(device)
-            run = _build_run(recomputed, console, device, ctx)
-            choose_micro_batch(run, had_to_recompute=True)
-        if ctx.is_main:
-            run_folder.save_config(config, console)
-        for line in _describe_run(run):
-            console.info(line)
+
+
+def _train_once(
+    config: Config,
+    console: Console,
+    device: torch.device,
+    ctx: ParallelContext,
+    callbacks: Sequence[Callback],
+    rollbacks: Rollbacks,
+) -> TrainResult:
+    """Trains a new run or from its last checkpoint. Raises RollBack if that has to be done again."""
+    run = _build_run(rollbacks.build_config(config), console, device, ctx)
+    rollbacks.apply(run)
+    if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
+        step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
+        reason = stopped or f"to continue it, set a later end: {_later_end(config.training, step)}"
+        console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
+        return TrainResult(step, run.checkpoint, None, None, stopped)
+    console.open_log()
+    if _needs_recomputation(run):
+        recomputed = replace(run.config, model=replace(run.config.model, recompute="full"))
+        # Both models may not fit together.
+        del run
+        free_device_memory(device)
+        run = _build_run(recomputed, console, device, ctx)
+        rollbacks.apply(run)
+        choose_micro_batch(run, had_to_recompute=True)
+    if ctx.is_main:
+        run_folder.save_config(config, console)
+    for line in _describe_run(run):
+        console.info(line)
+    with ExitStack() as stack:
         if config.observe.profile is not None and ctx.is_main:
             profiler = StepProfiler(run)
             stack.callback(profiler.close)

@@ -83,7 +83,7 @@ def _check_not_negative(type_: Any, value: int | str) -> None:
 CountOrAll = Annotated[Literal["all"] | int, Parameter(validator=_check_not_negative)]
 SamplingFlags = Annotated[SamplingOptions, Parameter(name="*")]
 DEFAULT_SAMPLING = SamplingOptions()
-COMMAND_GROUPS = ("tokenizer", "launch")
+COMMAND_GROUPS = ("tokenizer", "launch", "debug")
 COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "plan", "launch")
 # Config keys of commands that do not train: those that errors about a model or its data name.
 MODEL_KEYS = (
@@ -191,6 +191,9 @@ def build_app(commands: Commands) -> App:
     app.command(launch)
     launch.command(commands.launch_slurm, name="slurm", help_epilogue=KEYS_HELP)
     launch.command(commands.launch_kubernetes, name="kubernetes", help_epilogue=KEYS_HELP)
+    debug = App(name="debug", help="Read what a run left behind.", help_format="plaintext")
+    app.command(debug)
+    debug.command(commands.debug_show, name="show")
     return app
 
 
@@ -485,6 +488,22 @@ class Commands:
             _write_text(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
         if result["json"]["errors"]:
             raise NumericalError("\n".join(result["json"]["errors"]))
+
+    def debug_show(self, file: Path, /, *, as_json: JsonFlag = False) -> None:
+        """Show a file that a run wrote at a NaN: what was computed, and which tensors are bad.
+
+        Args:
+            file: nan_grad_step_N.pt, or debug/nan_debug_step_N.pkl.
+            as_json: Print unrounded JSON only.
+        """
+        from torchstone.training.nan_dump import dump_lines, read_dump, summarize_dump
+
+        summary = summarize_dump(read_dump(file))
+        if as_json:
+            _print_json(summary)
+            return
+        for line in dump_lines(summary):
+            _print_line(line)
 
     def evaluate(
         self,

@@ -496,6 +496,25 @@ class SystemConfig:
 
 
 @dataclass(frozen=True)
+class DebugConfig:
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """At a loss or gradient that is NaN or infinite: stop with exit code 5; skip the batch, as if it were not in the
+    data; or go back to the last checkpoint and leave out the data since then."""
+
+    on_spike: Literal["off", "warn", "stop", "skip", "rollback"] = "warn"
+    """The same at a loss far above the recent ones; warn applies the update."""
+
+    spike_threshold: Annotated[float, Range(1, 1e6)] = 10.0
+    """How far above the median of the last 64 losses a spike is, in robust standard deviations."""
+
+    max_bad_steps: NonNegativeInt = 3
+    """How many batches in a row may be skipped, and how often a run may go back to one checkpoint, before it stops."""
+
+    dump_limit: MemoryText = "100MiB"
+    """Size of the files that each rank writes at a NaN, for torchstone debug show; 0 for none."""
+
+
+@dataclass(frozen=True)
 class Config:
     """The complete config of a run. `output_dir` is the only key outside a section that users set."""
 
@@ -509,6 +528,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     output_dir: PathText = "runs/train"
     """Folder of the run: config.json, metrics.jsonl, checkpoints, logs."""
@@ -528,6 +548,7 @@ SECTION_HELP = {
     "checkpoint": "saving and resuming",
     "observe": "console output",
     "system": "devices and timeouts",
+    "debug": "what happens at a NaN or a loss spike",
 }
 
 # Keys that describe a new model. With model.path only the tokenizer may be set: it replaces the model's own.
@@ -825,6 +846,12 @@ RULES = [
         lambda c: c.auto_batch.memory_limit is not None and (parse_memory(c.auto_batch.memory_limit) or 0) < 2**20,
         "auto_batch.memory_limit {c.auto_batch.memory_limit!r} is not a size in bytes of at least 1MiB",
         "use a unit, such as --auto_batch.memory_limit 8GiB",
+    ),
+    Rule(
+        "debug.dump_limit",
+        lambda c: parse_memory(c.debug.dump_limit) is None,
+        "debug.dump_limit {c.debug.dump_limit!r} is not a size in bytes",
+        "use a unit, such as --debug.dump_limit 1GiB, or 0 for no files",
     ),
     _pipeline_rule("stages_per_rank", lambda p: p.stages_per_rank is not None),
     _pipeline_rule("stage_layers", lambda p: bool(p.stage_layers)),

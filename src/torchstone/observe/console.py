@@ -113,10 +113,13 @@ class Console:
         self.log_every = log_every
         # In the prefix of every line, and in the lines of steps.
         self.label = None if label is None else f"{label_name}{label}"
-        self._step_label = "" if label is None else f"[{label_name} {label}] "
+        # What a person calls this process.
+        self.process = f"{label_name} {label or 0}"
+        self._step_label = "" if label is None else f"[{self.process}] "
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._total: int | None = None
+        # The last step.
+        self.total: int | None = None
         self._val_loss: str | None = None
 
     @property
@@ -166,7 +169,7 @@ class Console:
             self._kept_lines.clear()
 
     def begin(self, total: int | None, done: int) -> None:
-        self._total = total
+        self.total = total
         if self.style == "bar":
             self._bar = self._new_bar()
             self._bar.start()
@@ -207,12 +210,12 @@ class Console:
 
     def step(self, metrics: dict[str, Any], seconds_left: float | None = None) -> None:
         eta = "-" if seconds_left is None else format_time(seconds_left)
-        text = step_line(metrics, self._total, eta)
+        text = step_line(metrics, self.total, eta)
         labeled = f"{self._step_label}{text}"
         self.log(labeled, "INFO")
         if self._bar is not None and self._task is not None:
             self._val_loss = validation_text(metrics) if "val_loss" in metrics else self._val_loss
-            state = bar_text(metrics, self._total, eta, self._val_loss)
+            state = bar_text(metrics, self.total, eta, self._val_loss)
             self._bar.update(self._task, completed=metrics["step"], state=state)
             if "val_loss" in metrics:
                 self._print(text, "INFO")
@@ -226,7 +229,7 @@ class Console:
 
     def _is_printed(self, metrics: dict[str, Any]) -> bool:
         step = metrics["step"]
-        return step == 1 or step % self.log_every == 0 or step == self._total or "val_loss" in metrics
+        return step == 1 or step % self.log_every == 0 or step == self.total or "val_loss" in metrics
 
     def _print(self, text: str, level: Level) -> None:
         text = add_prefix(text, level, None if self.style == "bar" else self.label).removesuffix("\n")

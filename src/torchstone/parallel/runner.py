@@ -83,6 +83,12 @@ class Runner:
         model = self.model
         return [each for each in model.trained_parameters() if is_owner(model.decoder_config, *each)]
 
+    @cached_property
+    def replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The trained parameters that another rank counts."""
+        model = self.model
+        return [each for each in model.trained_parameters() if not is_owner(model.decoder_config, *each)]
+
     def forward_backward(self, batches: Sequence[MicroBatch], loss_tokens: int) -> Tensor:
         """Returns this rank's share of the loss sum; accumulates gradients of (sum over all ranks) / `loss_tokens`."""
         with self._document_limits(batches), self._loss_parallel(), self._track_running(batches):

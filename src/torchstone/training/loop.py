@@ -28,6 +28,7 @@ from torchstone.heartbeat import end_startup, report_phase
 from torchstone.launch.memory_limit import remove_limit
 from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import lr_at_step
+from torchstone.training.bad_steps import ComputedStep, max_loss_of_update, may_update
 from torchstone.training.checks import check_saved_state, translate_out_of_memory
 from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.memory import UPDATING, describe_fit
@@ -48,7 +49,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
     On CUDA the host prepares the next step while the device computes: the numbers of a step are read after the next one
     was started, unless something needs them at once.
     """
-    progress, schedule, first_step = run.progress, run.schedule, run.progress.step + 1
+    progress, first_step = run.progress, run.progress.step + 1
     with ExitStack() as stack, _training_session(run, callbacks) as metrics_file:
         log = StepLog(run, callbacks, metrics_file)
         # A signal interrupted the validation of this step: repeat it.
@@ -60,18 +61,25 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
         log.restart_clock()
         with log.finished_on_error():
             for batch in run.data.batches(
-                run.config, progress.samples, schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp,
+                run.config, progress.samples, run.schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp,
                 pin_memory=run.device.type == "cuda",
             ):  # fmt: skip
-                if run.should_stop() or schedule.is_done(progress):
+                if run.should_stop() or run.schedule.is_done(progress):
                     break
                 for callback in callbacks:
                     callback.on_step_begin(run, progress.step + 1)
-                log.add(_start_step(run, batch))
+                started = _start_step(run, batch, log)
+                if started is not None:
+                    log.add(started)
                 report_phase(f"waiting for the other ranks after step {progress.step}")
                 run.request_save_if_due()
                 run.sync_stop_request()
-                is_due = _is_due(run, batch.samples)
+                if started is None:
+                    if progress.step > 0 and run.schedule.is_done(progress):
+                        # The batch of the last step was skipped: the one before it was the last.
+                        _validate_log_save(run, log, is_logged=True)
+                    continue
+                is_due = _is_due(run, started.samples)
                 is_first = progress.step == first_step
                 if is_due or is_first or not log.is_delayed:
                     log.read()
@@ -98,7 +106,8 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
     return TrainResult(progress.step, run.checkpoint, log.metrics.get("loss"), log.metrics.get("val_loss"), stopped)
 
 
-def _start_step(run: Run, batch: StepBatch) -> StartedStep:
+def _start_step(run: Run, batch: StepBatch, log: StepLog) -> StartedStep | None:
+    """Computes a step, and updates the weights; None if the batch was skipped."""
     progress, optim = run.progress, run.config.optim
     step = progress.step + 1
     report_phase(f"computing step {step}", step)
@@ -108,16 +117,22 @@ def _start_step(run: Run, batch: StepBatch) -> StartedStep:
     while not attempts.is_done:
         with attempts:
             result = compute_gradients(run.runner, attempts.batch, step)
-    batch = attempts.batch
+    computed = ComputedStep(step, attempts.batch, result, log.loss_limit(), attempts.rng_states)
+    if not log.is_delayed and not may_update(run, computed):
+        return None
     report_phase(f"{UPDATING} {step}")
-    optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm)
+    max_loss = max_loss_of_update(computed, run.config.debug)
+    optimizer_step(run.runner, run.optimizer, result, step, lr, optim.max_grad_norm, max_loss, log.unread_result)
+    batch = computed.batch
     progress.step = step
     progress.samples += batch.samples
     progress.tokens += batch.tokens
     progress.loss_tokens += batch.loss_tokens
+    # Skipped ones included.
+    samples, log.counted_samples = progress.samples - log.counted_samples, progress.samples
     osft_error = measure_osft(run.runner, step)
     end, memory, splits = record_event(run.device), memory_bytes(run.device), progress.oom_splits
-    return StartedStep(step, batch, result, lr, run.epoch, progress.tokens, memory, splits, end, osft_error)
+    return StartedStep(computed, samples, lr, run.epoch, progress.tokens, memory, splits, end, osft_error)
 
 
 def _log_startup(run: Run) -> None:
@@ -180,7 +195,7 @@ def _open_lines(run: Run, path: Path) -> MetricsFile:
     return file
 
 
-def _validate_log_save(run: Run, log: StepLog) -> None:
+def _validate_log_save(run: Run, log: StepLog, is_logged: bool = False) -> None:
     """After a step: validates if due, writes the metrics line, samples text and saves a checkpoint if due."""
     schedule, progress, metrics, step_samples = run.schedule, run.progress, log.metrics, log.metrics["samples"]
     if run.data.validation and schedule.is_due(schedule.validation, progress, step_samples, _is_final_step(run)):
@@ -193,7 +208,8 @@ def _validate_log_save(run: Run, log: StepLog) -> None:
             return
     if run.early_stop_reason is not None:
         metrics["stopped"] = run.early_stop_reason
-    log.write()
+    if not is_logged:
+        log.write()
     _log_samples(run)
     if run.early_stop_reason is not None:
         run.console.info(f"stopping early: {run.early_stop_reason}")

@@ -15,7 +15,7 @@ A step without such an error pays for a copy of the state of the random numbers:
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -28,7 +28,7 @@ from torchstone import heartbeat
 from torchstone.data.collate import BatchShapes, MicroBatch, collate
 from torchstone.data.loader import StepBatch, count_padding
 from torchstone.data.samples import Samples
-from torchstone.data.split import num_documents, split_micro_batch, split_step_batch
+from torchstone.data.split import split_micro_batch, split_step_batch
 from torchstone.errors import OutOfMemoryError
 from torchstone.launch.memory_limit import MemoryLimit, read_limit, remove_limit, write_limit
 from torchstone.parallel.runner import Runner
@@ -36,8 +36,7 @@ from torchstone.training.checks import is_repairable, out_of_memory_reason, ran_
 from torchstone.training.malloc import return_freed_memory
 from torchstone.training.memory import describe_fit
 from torchstone.training.run import Run
-
-MAX_ROWS_SHOWN = 5
+from torchstone.training.step_rows import describe_rows, indices_of_step, rows_of_micro_batch
 
 
 class Attempts:
@@ -54,7 +53,8 @@ class Attempts:
         self.batch, self.is_done = _split_to_limit(run, batch), False
         # Other ranks could not take part in a second attempt.
         self._can_repeat, self._has_failed = run.ctx.mesh is None, False
-        self._rng_states = _rng_states(run.device) if self._can_repeat else []
+        # At the start of the step.
+        self.rng_states = get_rng_states(run.device)
 
     def __enter__(self) -> None:
         if self._has_failed:
@@ -93,10 +93,9 @@ class Attempts:
         # Cycles of objects: the loop has turned automatic collections off.
         gc.collect()
         return_freed_memory()
-        torch.set_rng_state(self._rng_states[0])
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.set_rng_state(self._rng_states[1], self.run.device)
+        set_rng_states(self.rng_states, self.run.device)
 
     def _error(self, failed: MicroBatch, reason: str, hint: str) -> OutOfMemoryError:
         rows, length = failed.ids.shape
@@ -107,25 +106,25 @@ class Attempts:
         )
 
     def _describe_rows(self, failed: MicroBatch) -> str:
-        """The rows of the data in a micro-batch, and their lengths. Parts of a batch keep the order of its rows."""
-        batches, ctx = self.batch.micro_batches, self.run.ctx
-        index = next(index for index, batch in enumerate(batches) if batch is failed)
-        first = sum(num_documents(batch) for batch in batches[:index])
-        documents = self.run.data.documents(self.samples, self.indices(), ctx.dp_rank, ctx.dims.dp)
-        rows = sorted(documents[first : first + num_documents(failed)], key=lambda row: -row[1])
-        texts = [f"{origin} ({length} tokens)" for origin, length in rows[:MAX_ROWS_SHOWN]]
-        more = f" and {len(rows) - len(texts)} more" if len(rows) > len(texts) else ""
-        return f"{', '.join(texts) or 'only padding'}{more}"
+        index = next(index for index, batch in enumerate(self.batch.micro_batches) if batch is failed)
+        return describe_rows(rows_of_micro_batch(self.run, self.samples, self.indices(), self.batch, index))
+
+
+def get_rng_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_rng_states(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def training_attempts(run: Run, batch: StepBatch) -> Attempts:
     """The attempts to compute the next step."""
 
-    def indices() -> np.ndarray:
-        seed, shuffle = run.config.training.seed, run.config.data.shuffle
-        return run.data.sampler(seed, shuffle, batch.first_sample).take(batch.samples)
-
-    return Attempts(run, batch, run.data.train, indices)
+    return Attempts(run, batch, run.data.train, lambda: indices_of_step(run, batch))
 
 
 def validation_attempts(run: Run, batch: StepBatch, name: str) -> Attempts:
@@ -209,11 +208,6 @@ def _leave_limit(run: Run, limit: int) -> str:
     if heartbeat.has_launcher():
         return f"the workers start again with {again}"
     return f"start it again, as torchrun --max-restarts does: it continues with {again}"
-
-
-def _rng_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def _drop_tracebacks(error: BaseException | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torchstone.errors import CheckpointError
+
+REQUIRED = ("step", "samples", "tokens", "loss_tokens", "best_loss", "best_step", "pending_metrics")
 
 
 @dataclass
@@ -17,6 +19,9 @@ class Progress:
 
     `micro_batch_limit`: the most tokens of a micro-batch, padding included, since a larger one ran out of memory
     (training/out_of_memory.py). `oom_splits`: how often that happened.
+
+    Of steps with bad numbers (training/bad_steps.py): how often a batch was skipped, the run rolled back, a loss was a
+    spike; how many batches were skipped in a row; and the last losses, which decide what a spike is.
     """
 
     step: int = 0
@@ -30,6 +35,11 @@ class Progress:
     stale_validations: int = 0
     micro_batch_limit: int | None = None
     oom_splits: int = 0
+    skipped_steps: int = 0
+    rollbacks: int = 0
+    loss_spikes: int = 0
+    bad_in_a_row: int = 0
+    recent_losses: list[float] = field(default_factory=list)
 
     @property
     def last_logged_step(self) -> int:
@@ -51,9 +61,8 @@ class Progress:
         if "owed" in values:
             # The name of this key in older checkpoints.
             values = values | {"pending_metrics": (values["owed"] or {}).get("values")}
-        # Older checkpoints do not have these.
-        values = {"stale_validations": 0, "micro_batch_limit": None, "oom_splits": 0} | values
-        try:
-            return cls(**{field.name: values[field.name] for field in fields(cls)})
-        except KeyError as error:
-            raise CheckpointError(f"state.json has no {error}") from None
+        missing = [key for key in REQUIRED if key not in values]
+        if missing:
+            raise CheckpointError(f"state.json has no {missing[0]!r}")
+        # Older checkpoints do not have the others.
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})

@@ -43,6 +43,8 @@ class StepResult:
         self._tensors = [_copy_to_host(tensor) for tensor in (sums, own_squared_norms)]
         # When they are known; None on a CPU.
         self.event = record_event(sums.device)
+        # On the device: whether the update was applied. Set by `optimizer_step`.
+        self.may_update: Tensor | None = None
 
     @cached_property
     def _values(self) -> list[list[float]]:
@@ -53,6 +55,10 @@ class StepResult:
     @property
     def loss(self) -> float:
         return self._values[0][0] / self.loss_tokens
+
+    def exceeds(self, max_loss: float) -> bool:
+        """As `optimizer_step` decides it on the device."""
+        return self._values[0][0] > max_loss * self.loss_tokens
 
     @property
     def grad_norm(self) -> float:
@@ -90,51 +96,74 @@ def compute_gradients(runner: Runner, batch: StepBatch, step: int) -> StepResult
     loss_sum = runner.forward_backward(batch.micro_batches, batch.loss_tokens)
     if runner.projection is not None:
         runner.projection.project_gradients()
-    gradients = {name: p.grad for name, p in runner.owned_parameters if p.grad is not None}
-    norms = squared_norms(gradients.values())
+    owned = {name: p.grad for name, p in runner.owned_parameters if p.grad is not None}
+    norms = squared_norms(owned.values()).to(loss_sum)
+    squared_norm = norms.sum()
+    # Another rank counts these. One that is not finite here makes the norm NaN, or the replicas would drift apart.
+    replicas = {name: p.grad for name, p in runner.replicated_parameters if p.grad is not None}
+    if replicas:
+        replica_norms = squared_norms(replicas.values()).to(loss_sum)
+        squared_norm, norms = squared_norm + 0.0 * replica_norms.sum(), torch.cat([norms, replica_norms])
     ctx = runner.ctx
     own_padding = batch.padding
     if runner.pipeline is not None:
         own_padding += runner.pipeline.added_padding(batch.micro_batches)
     # Ranks that differ only in pp or tp have the same rows.
     padding = torch.full_like(loss_sum, own_padding if ctx.pp_rank == ctx.tp_rank == 0 else 0)
-    sums = ctx.all_reduce_sum(torch.stack([loss_sum, norms.sum().to(loss_sum), padding]))
-    return StepResult(sums, batch.loss_tokens, list(gradients), norms)
+    sums = ctx.all_reduce_sum(torch.stack([loss_sum, squared_norm, padding]))
+    return StepResult(sums, batch.loss_tokens, [*owned, *replicas], norms)
+
+
+def describe_numbers(step: int, result: StepResult) -> str:
+    return f"step {step}: loss {result.loss:.4f}, gradient norm {result.grad_norm:.4f}"
 
 
 def check_finite(step: int, result: StepResult, runner: Runner) -> None:
     """Raises if loss or norm is not finite. Both are the same on all ranks, so all ranks raise, or none."""
-    loss, grad_norm = result.loss, result.grad_norm
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
         return
-    model = runner.model
-    gradients = [(name, p.grad, "") for name, p in model.named_parameters() if p.grad is not None]
-    if gradients:
-        names = non_finite_names(runner, gradients)
-    else:
-        # The gradients are gone, but not their norms.
-        parameters = dict(model.named_parameters())
-        unfused = (unfused_names(model.decoder_config, name, parameters[name]) for name in result.non_finite)
-        names = merge_names(runner, [hf_name(model, name) for names in unfused for name in names])
+    names = non_finite_gradients(runner, result)
     summary = f"{len(names)} gradients are not finite, such as {', '.join(names[:3])}" if names else ALL_FINITE
-    raise NumericalError(
-        f"step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}; its update was not applied",
-        f"{summary}; {WHAT_TO_TRY}",
-    )
+    message = f"{describe_numbers(step, result)}; its update was not applied"
+    raise NumericalError(message, f"{summary}; {WHAT_TO_TRY}")
+
+
+def non_finite_gradients(runner: Runner, result: StepResult) -> list[str]:
+    """The Hugging Face names of the gradients that are not finite on some rank."""
+    model = runner.model
+    gradients = [(name, p.grad, "") for name, p in model.trained_parameters() if p.grad is not None]
+    if gradients:
+        return non_finite_names(runner, gradients)
+    # They are gone, but not their norms. That of a fused parameter is the norm of all its tensors.
+    parameters = dict(model.named_parameters())
+    unfused = (unfused_names(model.decoder_config, name, parameters[name]) for name in result.non_finite)
+    return merge_names(runner, [hf_name(model, name) for names in unfused for name in names])
 
 
 def optimizer_step(
-    runner: Runner, optimizer: AdamW | Muon, result: StepResult, step: int, learning_rate: float, max_grad_norm: float
+    runner: Runner,
+    optimizer: AdamW | Muon,
+    result: StepResult,
+    step: int,
+    learning_rate: float,
+    max_grad_norm: float,
+    max_loss: float = math.inf,
+    previous: StepResult | None = None,
 ) -> None:
     """Clips and applies the gradients, and clears them. If they or the loss are not finite, a CPU raises; on CUDA
-    nothing is applied, and `check_finite` raises when the numbers are read."""
+    nothing is applied, and the error comes when the numbers are read. Nothing is applied either to a loss above
+    `max_loss`, and after a `previous` step, not read yet, that has bad numbers."""
     if runner.device.type == "cpu":
         check_finite(step, result, runner)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
     loss_sum, squared_norm = result.sums[:2]
-    squared_norm = torch.where(loss_sum.isfinite(), squared_norm, torch.nan)
+    is_good = loss_sum.isfinite() & (loss_sum <= max_loss * result.loss_tokens)
+    squared_norm = torch.where(is_good, squared_norm, torch.nan)
+    if previous is not None:
+        squared_norm = torch.where(previous.may_update, squared_norm, torch.nan)
     coefficient, projection = clip_coefficient(squared_norm, max_grad_norm), runner.projection
+    result.may_update = coefficient.isfinite()
     update = nullcontext() if projection is None else projection.projected_update(optimizer, coefficient)
     with record_function(OPTIMIZER_RANGE), update:
         optimizer.clip_and_step(coefficient)

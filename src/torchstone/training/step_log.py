@@ -17,17 +17,25 @@ from torch import Tensor
 from torchstone.data.loader import StepBatch
 from torchstone.observe.metrics import MetricsFile
 from torchstone.observe.mfu import flops_per_token
+from torchstone.training.bad_steps import (
+    WINDOW,
+    ComputedStep,
+    loss_limit,
+    may_update,
+    reads_numbers_first,
+    remember_loss,
+)
 from torchstone.training.run import Callback, Run
-from torchstone.training.step import StepResult, check_finite, check_osft_error, record_event
+from torchstone.training.step import StepResult, check_osft_error, record_event
 
 
 @dataclass(frozen=True)
 class StartedStep:
     """A step whose numbers may not be known yet, and the progress after it."""
 
-    step: int
-    batch: StepBatch
-    result: StepResult
+    computed: ComputedStep
+    # That were drawn since the step before it.
+    samples: int
     lr: float
     epoch: float
     total_tokens: int
@@ -53,7 +61,9 @@ class StepLog:
         has_callback = any(type(callback).on_step is not Callback.on_step for callback in callbacks)
         # On all ranks alike: they must find a step with NaN at the same point.
         self.is_delayed = run.device.type == "cuda" and not run.ctx.any_rank(has_callback)
+        self.is_delayed &= not reads_numbers_first(run.config.debug)
         self.metrics: dict[str, Any] = {}
+        self.counted_samples = run.progress.samples
         self._unread: StartedStep | None = None
         self.restart_clock()
 
@@ -83,6 +93,16 @@ class StepLog:
         """Whether the device has finished the last step."""
         return self._unread is not None and (self._unread.end is None or self._unread.end.query())
 
+    @property
+    def unread_result(self) -> StepResult | None:
+        return None if self._unread is None else self._unread.computed.result
+
+    def loss_limit(self) -> float:
+        """The largest loss of the next step that is no spike. The loss just before it does not count: it may not be
+        known yet."""
+        losses = self.run.progress.recent_losses
+        return loss_limit(losses[-WINDOW:] if self._unread is not None else losses[:-1], self.run.config.debug)
+
     def finish(self) -> None:
         """Reads the last step and writes its metrics, if it has not been read."""
         if self._unread is not None:
@@ -94,18 +114,21 @@ class StepLog:
         started, self._unread = self._unread, None
         if started is None:
             return
-        check_finite(started.step, started.result, self.run.runner)
+        computed = started.computed
+        if self.is_delayed:
+            may_update(self.run, computed)
+        remember_loss(self.run, computed.result.loss)
         if started.end is not None:
             started.end.synchronize()
         if started.osft_error is not None:
-            check_osft_error(started.step, started.osft_error.item())
+            check_osft_error(computed.step, started.osft_error.item())
         now = time.perf_counter()
         seconds = now - self._clock
         if self.is_delayed and self._event is not None and started.end is not None:
             seconds = self._event.elapsed_time(started.end) / 1e3
         self._clock, self._event = now, started.end
         self.metrics = _step_metrics(self.run, started, seconds)
-        self.run.eta.add_step(seconds, started.batch.tokens)
+        self.run.eta.add_step(seconds, computed.batch.tokens)
         for callback in self.callbacks:
             callback.on_step(self.run, self.metrics)
 
@@ -116,23 +139,26 @@ class StepLog:
 
 
 def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, Any]:
-    counts, batch = run.data.counts, started.batch
+    counts, batch, result, progress = run.data.counts, started.computed.batch, started.computed.result, run.progress
     return {
-        "step": started.step,
-        "loss": started.result.loss,
+        "step": started.computed.step,
+        "loss": result.loss,
         "lr": started.lr,
-        "grad_norm": started.result.grad_norm,
+        "grad_norm": result.grad_norm,
         "tokens": batch.tokens,
         "loss_tokens": batch.loss_tokens,
-        "padding": started.result.padding,
+        "padding": result.padding,
         "bad_rows": counts.bad_rows,
         "dropped_rows": counts.dropped,
         "truncated_rows": counts.truncated_long,
         "split_rows": counts.split_long,
         "cropped_tokens": counts.cropped_tokens,
-        "samples": batch.samples,
+        "samples": started.samples,
         "micro_batches": len(batch.micro_batches),
         "oom_splits": started.oom_splits,
+        "skipped_steps": progress.skipped_steps,
+        "rollbacks": progress.rollbacks,
+        "loss_spikes": progress.loss_spikes,
         "epoch": started.epoch,
         "total_tokens": started.total_tokens,
         "tok_s": batch.tokens / seconds,

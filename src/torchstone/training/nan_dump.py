@@ -1,0 +1,215 @@
+"""The files of a step with NaN or infinite numbers, and what `torchstone debug show` prints of them.
+
+`nan_grad_step_N.pt` (torch.load) has what repeats the step: the batch, its rows, the random numbers, the config and
+this rank's weights before the step. `debug/nan_debug_step_N.pkl` (pickle) has `parameters` and `gradients`: name ->
+numpy array in fp32. Names are those of Transformers; of a sharded tensor a rank has its shard, and `offsets` says where
+it begins. Rank N adds `_rankN` to the names of its files. Each has tensors up to half of `debug.dump_limit`, the bad
+ones first; `omitted` lists the others. No file has texts of the data, only ids.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchstone import __version__
+from torchstone.atomic import temporary_path
+from torchstone.checkpoint.save import hf_name
+from torchstone.config.load import to_dict
+from torchstone.config.schema import parse_memory
+from torchstone.data.loader import StepBatch
+from torchstone.errors import UsageError
+from torchstone.models.model import Model
+from torchstone.parallel.local_shards import TensorShard, local_shards
+from torchstone.training.run import Run
+
+# Of a run and rank. A run that skips such steps would fill the disk.
+MAX_DUMPS = 3
+TENSOR_KINDS = ("parameters", "gradients", "model")
+BATCH_KEYS = ("ids", "labels", "positions", "doc_ids")
+NUMPY_NAMES = {"_reconstruct", "ndarray", "dtype", "_frombuffer", "scalar"}
+
+
+class Shards(NamedTuple):
+    """A part of this rank's tensors by their Hugging Face names, and the names of the others."""
+
+    chosen: dict[str, TensorShard]
+    omitted: list[str]
+
+    @property
+    def offsets(self) -> dict[str, list[int]]:
+        return {name: list(shard.offset) for name, shard in self.chosen.items() if not shard.is_full}
+
+
+def remaining_limit(run: Run) -> int:
+    """The bytes that the files of one more step may have: `debug.dump_limit`, or 0 if the run has enough of them."""
+    suffix = _rank_suffix(run)
+    others = [path for path in run.output_dir.glob(f"nan_grad_step_*{suffix}.pt") if suffix or "_rank" not in path.stem]
+    return 0 if len(others) >= MAX_DUMPS else parse_memory(run.config.debug.dump_limit) or 0
+
+
+def copy_gradients(run: Run, bad: Iterable[str]) -> Shards:
+    """The gradients of this rank, as far as the files have room for them, on the CPU in fp32."""
+    tensors = ((name, p.grad) for name, p in run.model.trained_parameters() if p.grad is not None)
+    return _copy(run.model, tensors, remaining_limit(run) // 4, bad)
+
+
+def write_dump(
+    run: Run, header: dict[str, Any], batch: StepBatch, rng_states: list[Tensor], gradients: Shards
+) -> list[Path]:
+    """Writes this rank's files and returns them; none if `debug.dump_limit` is 0 or the run has enough of them."""
+    limit, suffix, root = remaining_limit(run), _rank_suffix(run), run.output_dir
+    if limit == 0:
+        return []
+    bad = header["bad_gradients"]
+    weights = _choose(run.model, run.model.named_parameters(), limit // 2, bad)
+    parameters = _copy(run.model, run.model.named_parameters(), limit // 4, bad)
+    header |= {"rank": run.ctx.rank, "layout": str(run.ctx.dims)}
+    checkpoint = header | {
+        "version": __version__,
+        "torch": str(torch.__version__),
+        "config": to_dict(run.config),
+        "first_sample": batch.first_sample,
+        "loss_tokens": batch.loss_tokens,
+        "batch": [{key: getattr(each, key).cpu() for key in BATCH_KEYS} for each in batch.micro_batches],
+        "rng_states": rng_states,
+        "model": {name: shard.tensor.detach().cpu().clone() for name, shard in weights.chosen.items()},
+        "offsets": weights.offsets,
+        "omitted": {"model": weights.omitted},
+    }
+    arrays = header | {
+        "parameters": {name: shard.tensor.numpy() for name, shard in parameters.chosen.items()},
+        "gradients": {name: shard.tensor.numpy() for name, shard in gradients.chosen.items()},
+        "offsets": parameters.offsets | gradients.offsets,
+        "omitted": {"parameters": parameters.omitted, "gradients": gradients.omitted},
+    }
+    step = header["step"]
+    return [
+        _write(root / f"nan_grad_step_{step}{suffix}.pt", lambda path: torch.save(checkpoint, path)),
+        _write(
+            root / "debug" / f"nan_debug_step_{step}{suffix}.pkl", lambda path: path.write_bytes(pickle.dumps(arrays))
+        ),
+    ]
+
+
+def read_dump(path: Path) -> dict[str, Any]:
+    """The content of one of the two files. It is not executed: only tensors, arrays and plain values are read."""
+    try:
+        if path.suffix == ".pkl":
+            with path.open("rb") as file:
+                return dict(_ArrayUnpickler(file).load())
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(
+            f"{path} is not a dump: {reason}", "dumps are nan_grad_step_N.pt and debug/nan_debug_step_N.pkl of a run"
+        ) from None
+
+
+def summarize_dump(dump: dict[str, Any]) -> dict[str, Any]:
+    """A dump for programs: statistics instead of tensors."""
+    kinds = [kind for kind in TENSOR_KINDS if kind in dump]
+    summary = {key: value for key, value in dump.items() if key not in (*TENSOR_KINDS, "batch", "rng_states")}
+    summary["tensors"] = {kind: [_statistics(name, values) for name, values in dump[kind].items()] for kind in kinds}
+    if "batch" in dump:
+        summary["batch"] = [list(each["ids"].shape) for each in dump["batch"]]
+    return summary
+
+
+def dump_lines(summary: dict[str, Any]) -> list[str]:
+    """The summary for people."""
+    lines = [
+        f"step {summary['step']}, rank {summary['rank']} ({summary['layout']}): loss {summary['loss']:.4f}, "
+        f"gradient norm {summary['grad_norm']:.4f}",
+        f"first bad module: {summary['first_bad_module']}",
+        f"bad gradients: {', '.join(summary['bad_gradients']) or 'none'}",
+        f"rows: {', '.join(f'{origin} ({length} tokens)' for origin, length in summary['rows'])}",
+    ]
+    if "batch" in summary:
+        shapes = ", ".join(f"{rows} x {length}" for rows, length in summary["batch"])
+        lines.append(f"micro-batches: {shapes}; {summary['loss_tokens']} loss tokens over all ranks")
+    for kind, tensors in summary["tensors"].items():
+        lines += ["", f"{kind}: {len(tensors)}, {sum(_is_bad(each) for each in tensors)} of them not finite"]
+        width = max((len(each["name"]) for each in tensors), default=0)
+        for each in sorted(tensors, key=lambda each: not _is_bad(each)):
+            size = "x".join(map(str, each["shape"])) or "1"
+            values = "no finite value"
+            if each["min"] is not None:
+                values = f"{each['min']:10.3e} to {each['max']:10.3e}, mean |x| {each['mean_abs']:.3e}"
+            bad = f"  {each['nan']} NaN, {each['inf']} Inf" if _is_bad(each) else ""
+            lines.append(f"  {each['name']:{width}}  {size:>13}  {values}{bad}")
+    lines.append("")
+    lines += [
+        f"{kind} that are not in the file: {', '.join(names)}" for kind, names in summary["omitted"].items() if names
+    ]
+    return lines
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "numpy" and name in NUMPY_NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it has a {module}.{name}, which is neither an array nor a plain value")
+
+
+def _choose(
+    model: Model, tensors: Iterable[tuple[str, Tensor]], limit: int, first: Iterable[str], itemsize: int | None = None
+) -> Shards:
+    """The shards that fit into `limit` bytes, those named `first` and small ones before others."""
+    shards = {hf_name(model, s.name): s for name, t in tensors for s in local_shards(model.decoder_config, name, t)}
+    first, size, chosen = set(first), 0, dict[str, TensorShard]()
+    for name in sorted(shards, key=lambda name: (name not in first, shards[name].tensor.numel())):
+        tensor = shards[name].tensor
+        bytes_ = tensor.numel() * (itemsize or tensor.itemsize)
+        if size + bytes_ <= limit:
+            chosen[name], size = shards[name], size + bytes_
+    return Shards(chosen, [name for name in shards if name not in chosen])
+
+
+def _copy(model: Model, tensors: Iterable[tuple[str, Tensor]], limit: int, first: Iterable[str]) -> Shards:
+    """As `_choose`, as copies on the CPU in fp32."""
+    shards = _choose(model, tensors, limit, first, itemsize=4)
+    copies = {
+        name: replace(shard, tensor=shard.tensor.detach().to("cpu", torch.float32, copy=True))
+        for name, shard in shards.chosen.items()
+    }
+    return shards._replace(chosen=copies)
+
+
+def _write(path: Path, write: Callable[[Path], Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = temporary_path(path, "partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _rank_suffix(run: Run) -> str:
+    return "" if run.ctx.is_main else f"_rank{run.ctx.rank}"
+
+
+def _statistics(name: str, values: np.ndarray | Tensor) -> dict[str, Any]:
+    """`min`, `max` and `mean_abs` are those of the finite values; None if there are none."""
+    tensor = torch.as_tensor(values).float()
+    finite = tensor[tensor.isfinite()]
+    result: dict[str, Any] = {"name": name, "shape": list(tensor.shape)}
+    result |= {"nan": int(tensor.isnan().sum()), "inf": int(tensor.isinf().sum())}
+    if not finite.numel():
+        return result | {"min": None, "max": None, "mean_abs": None}
+    mean = finite.abs().mean(dtype=torch.float64).item()
+    return result | {"min": finite.min().item(), "max": finite.max().item(), "mean_abs": mean}
+
+
+def _is_bad(statistics: dict[str, Any]) -> bool:
+    return bool(statistics["nan"] or statistics["inf"])

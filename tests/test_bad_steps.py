@@ -1,0 +1,373 @@
+"""Steps with NaN, Inf or a loss spike: what is found, what is written, and how a run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from exact_runs import exact_metrics, saved_tensors
+from test_defaults import DelayedLog
+from torchstone import api
+from torchstone.checkpoint.manifest import checkpoint_name
+from torchstone.checkpoint.save import hf_name
+from torchstone.config.schema import DebugConfig
+from torchstone.data.collate import MicroBatch
+from torchstone.errors import NumericalError, UsageError
+from torchstone.models.decoder import MLP, Attention
+from torchstone.observe.metrics import read_metrics
+from torchstone.optim.clip import to_local
+from torchstone.parallel.runner import Runner
+from torchstone.testing import launch_procs
+from torchstone.training import loop, step
+from torchstone.training.bad_steps import MIN_LOSSES, loss_limit
+from torchstone.training.nan_dump import read_dump
+from torchstone.training.run import Callback, Run
+
+Settings = Callable[..., dict[str, Any]]
+Torchstone = Callable[..., tuple[int, str, str]]
+DOWN, LAYERNORM = "model.layers.1.mlp.down_proj", "model.layers.0.input_layernorm.weight"
+
+
+class Plant(Callback):
+    """Makes `where` of the second layer bad in given attempts to compute a step, and when they are repeated."""
+
+    def __init__(self, where: str, *steps: int, value: float = math.nan) -> None:
+        self.where, self.steps, self.value = where, steps, value
+        self.attempts, self.handles = 0, list[Any]()
+        self.first: MicroBatch | None = None
+        self.weights: dict[int, dict[str, Tensor]] = {}
+
+    def on_step_begin(self, run: Run, number: int) -> None:
+        self.attempts += 1
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        self.runner, self.first = run.runner, None
+        self.weights[self.attempts] = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        if self.attempts in self.steps:
+            self.handles = [self._plant(run.model.module)]
+
+    def _plant(self, module: Any) -> Any:
+        mlp: MLP = module.layers["1"].mlp
+        attention: Attention = module.layers["1"].attention
+        if self.where == "weight":
+            return mlp.down.weight.register_hook(lambda gradient: torch.full_like(gradient, self.value))
+        if self.where == "backward":
+
+            def hook(_: Any, args: Any, output: Tensor) -> None:
+                output.register_hook(lambda gradient: gradient * self.value)
+
+            return attention.register_forward_hook(hook)
+        if self.where == "logits":
+            return module.norm.register_forward_hook(lambda _, args, output: output * self.value)
+        return mlp.down.register_forward_hook(lambda _, args, output: output * self._in_second_micro_batch())
+
+    def _in_second_micro_batch(self) -> float:
+        running = self.runner.running
+        self.first = self.first or running
+        return 1.0 if running is self.first else self.value
+
+
+def rows(path: Path, numbers: Any) -> str:
+    """A file in which every row fills a sample."""
+    lines = [json.dumps({"text": f"{number:02d} " + "abcdefgh " * 12}) + "\n" for number in numbers]
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def plain(settings: Settings, folder: Path, numbers: Any, **changes: Any) -> dict[str, Any]:
+    """A run over rows in their order, two a step."""
+    values = settings(training__global_batch_size=2, training__batch_size=2, data__shuffle=False, **changes)
+    values |= {"data.path": rows(folder / f"{len(numbers)}.jsonl", numbers), "data.text_packing": "best-fit"}
+    return values | {"output_dir": str(folder / "run"), "data.context_length": 128, "checkpoint.every_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "expected", "title"),
+    [
+        ("forward", math.nan, f"{DOWN}: its output (rank 0, micro-batch 2)", "NaN GRADIENT"),
+        ("backward", math.inf, "model.layers.1.self_attn.o_proj: the gradient of its input", "NaN GRADIENT"),
+        ("weight", math.inf, f"{DOWN}: the gradient of its weight", "INF GRADIENT"),
+    ],
+)
+def test_the_report_names_the_first_bad_module(
+    where: str, value: float, expected: str, title: str, settings: Settings, tmp_path: Path
+) -> None:
+    plant = Plant(where, 3, value=value)
+    values = plain(settings, tmp_path, range(12), model__recompute="full") | {"training.batch_size": 1}
+    with pytest.raises(NumericalError, match=r"^step 3: loss") as caught:
+        api.train(None, values, callbacks=[plant])
+    assert expected in str(caught.value)
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert f"{title} DETECTED [rank 0]\n" in log
+    assert f"First bad module: {expected}" in log
+    # The rows of the micro-batch, if it is known, else of the step.
+    bad_rows = {"forward": [6], "backward": [5], "weight": [5, 6]}[where]
+    (line,) = [line for line in log.splitlines() if "Rows: " in line]
+    assert [row for row in range(1, 13) if f"12.jsonl:{row} " in line] == bad_rows
+
+
+def test_the_weights_are_those_before_the_step_also_if_the_next_one_has_started(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: the numbers of step 3 are read when step 4 was computed, whose numbers are fine."""
+    monkeypatch.setattr(loop, "StepLog", DelayedLog)
+    monkeypatch.setattr(step, "check_finite", lambda *_: None)
+
+    class Keep(Plant):
+        def on_step_begin(self, run: Run, number: int) -> None:
+            super().on_step_begin(run, number)
+            self.run = run
+
+    plant = Keep("logits", 3)
+    with pytest.raises(NumericalError, match="step 3: loss nan") as caught:
+        api.train(None, plain(settings, tmp_path, range(12)), callbacks=[plant])
+    assert plant.attempts == 4
+    for name, parameter in plant.run.model.named_parameters():
+        assert torch.equal(parameter, plant.weights[3][name]), name
+    # What was planted is gone, and the gradients are: only their norms are known.
+    assert "the gradient of its weight, but all numbers were finite when the step was repeated" in str(caught.value)
+    assert not [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["step"] > 2]
+
+
+def test_a_skipped_batch_is_as_if_it_were_not_in_the_data(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    skipped = plain(settings, tmp_path / "a", range(16), debug__on_nan="skip")
+    api.train(None, skipped, callbacks=[Plant("weight", 3, 4)])
+    rest = [number for number in range(16) if number not in (4, 5, 6, 7)]
+    api.train(None, plain(settings, tmp_path / "b", rest))
+    a, b = tmp_path / "a/run", tmp_path / "b/run"
+    assert saved_tensors(a, 6) == saved_tensors(b, 6)
+    ignored = ("samples", "epoch")
+    assert [{k: v for k, v in line.items() if k not in ignored} for line in exact_metrics(a)] == [
+        {k: v for k, v in line.items() if k not in ignored} for line in exact_metrics(b)
+    ]
+    lines = read_metrics(a / "metrics.jsonl")
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 2, 2, 2, 2]
+    assert [line["samples"] for line in lines] == [2, 2, 6, 2, 2, 2]
+    # Resumed after the skip, bit for bit.
+    part = skipped | {"output_dir": str(tmp_path / "part")}
+    api.train(None, part, callbacks=[Plant("weight", 3, 4), StopAfter(4)])
+    api.train(None, part)
+    assert saved_tensors(tmp_path / "part", 6) == saved_tensors(a, 6)
+
+
+class StopAfter(Callback):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.number:
+            run.stop("test")
+
+
+def test_an_epoch_with_skipped_batches_ends_earlier_and_is_saved(settings: Settings, tmp_path: Path) -> None:
+    values = plain(settings, tmp_path, range(10), debug__on_nan="skip", training__max_epochs=1)
+    values |= {"training.max_steps": None, "checkpoint.every_steps": 100}
+    result = api.train(None, values, callbacks=[Plant("weight", 2, 5)])
+    assert (result.step, result.checkpoint) == (3, tmp_path / "run/checkpoints" / checkpoint_name(3))
+    assert [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+
+
+def test_too_many_bad_batches_in_a_row_end_the_run(settings: Settings, tmp_path: Path) -> None:
+    values = plain(settings, tmp_path, range(16), debug__on_nan="skip", debug__max_bad_steps=2)
+    with pytest.raises(NumericalError, match="3 bad batches in a row are more than debug.max_bad_steps 2"):
+        api.train(None, values, callbacks=[Plant("weight", 2, 4, 5, 6)])
+    assert len(list((tmp_path / "run").glob("nan_grad_step_*.pt"))) == 2, "one for each step"
+
+
+def test_a_rollback_leaves_out_the_data_since_the_checkpoint(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    # Steps 3 and 4 come after the checkpoint of step 2; the rows of both are left out.
+    api.train(
+        None, plain(settings, tmp_path / "a", range(16), debug__on_nan="rollback"), callbacks=[Plant("weight", 4)]
+    )
+    rest = [number for number in range(16) if number not in (4, 5, 6, 7)]
+    api.train(None, plain(settings, tmp_path / "b", rest))
+    assert saved_tensors(tmp_path / "a/run", 6) == saved_tensors(tmp_path / "b/run", 6)
+    lines = read_metrics(tmp_path / "a/run/metrics.jsonl")
+    assert [(line["step"], line["rollbacks"]) for line in lines] == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]
+    assert "on from sample 8: the data before it is left out" in (tmp_path / "a/run/logs/rank-0.log").read_text()
+
+
+def test_a_run_that_only_goes_back_ends(settings: Settings, tmp_path: Path) -> None:
+    values = plain(settings, tmp_path, range(40), debug__on_nan="rollback", debug__max_bad_steps=2)
+    with pytest.raises(NumericalError, match="the run went back to the same checkpoint 2 times"):
+        api.train(None, values, callbacks=[Plant("weight", 4, 6, 7, 8, 9, 10)])
+
+
+class TestSpikes:
+    def test_the_limit_is_robust(self) -> None:
+        debug, losses = DebugConfig(), [3 + 0.01 * (-1) ** i for i in range(40)]
+        assert loss_limit(losses[: MIN_LOSSES - 1], debug) == math.inf
+        assert loss_limit(losses, debug) == pytest.approx(3 + 10 * 0.03, abs=0.02)
+        # Ten outliers of forty do not move it.
+        assert loss_limit([*losses[:30], *[1e6] * 10], debug) < 3.5
+        assert loss_limit(losses, DebugConfig(on_spike="off")) == math.inf
+
+    def test_a_loss_that_falls_fast_is_no_spike(self) -> None:
+        losses = [11 * math.exp(-i / 10) + 1 for i in range(64)]
+        assert all(losses[i] <= loss_limit(losses[max(0, i - 64) : i], DebugConfig()) for i in range(1, 64))
+
+    @pytest.mark.parametrize("policy", ["warn", "skip", "stop"])
+    def test_what_happens_at_a_spike(self, policy: str, settings: Settings, tmp_path: Path) -> None:
+        values = plain(settings, tmp_path, range(60), debug__on_spike=policy, training__max_steps=22)
+        values |= {"optim.schedule": "constant", "checkpoint.every_steps": 100}
+        plant = Plant("logits", 20, value=1000.0)
+        if policy == "stop":
+            with pytest.raises(
+                NumericalError, match=r"step 20: loss .* is a spike, more than .*\n  its rows: .*60\.jsonl:39 "
+            ):
+                api.train(None, values, callbacks=[plant])
+            return
+        api.train(None, values, callbacks=[plant])
+        last = read_metrics(tmp_path / "run/metrics.jsonl")[-1]
+        assert (last["loss_spikes"], last["skipped_steps"]) == ((1, 0) if policy == "warn" else (0, 1))
+        moved = [not torch.equal(w, plant.weights[21][name]) for name, w in plant.weights[20].items()]
+        assert all(moved) if policy == "warn" else not any(moved)
+        assert not list((tmp_path / "run").glob("nan_*")), "a spike has no dump"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+    folder = tmp_path_factory.mktemp("dump")
+    values = {
+        "model.depth": 2, "model.width": 32, "model.heads": 4, "model.tokenizer": str(tokenizer_dir),
+        "data.path": rows(folder / "12.jsonl", range(12)), "data.text_packing": "best-fit",
+        "data.context_length": 128, "data.cache_dir": str(folder / "cache"), "training.global_batch_size": 2,
+        "observe.console": "quiet", "system.device": "cpu", "output_dir": str(folder / "run"),
+        "training.max_steps": 3,
+    }  # fmt: skip
+    with pytest.raises(NumericalError):
+        api.train(None, values, callbacks=[Plant("weight", 2)])
+    return folder / "run"
+
+
+class TestDumps:
+    def test_the_snippet_of_the_document_reads_it(
+        self, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(run.parent)
+        os.symlink("run", ".checkpoints")
+        with open(".checkpoints/debug/nan_debug_step_2.pkl", "rb") as f:
+            debug_data = pickle.load(f)
+        for name, param in debug_data["parameters"].items():
+            if np.isnan(param).any():
+                print(f"{name} has NaN values")
+        for name, grad in debug_data["gradients"].items():
+            if np.isnan(grad).any():
+                nan_ratio = np.isnan(grad).sum() / grad.size
+                print(f"{name}: {nan_ratio * 100:.1f}% NaN")
+        assert capsys.readouterr().out == f"{DOWN}.weight: 100.0% NaN\n"
+
+    def test_the_other_file_repeats_the_step(self, run: Path) -> None:
+        dump = torch.load(run / "nan_grad_step_2.pt", weights_only=True)
+        (batch,) = dump["batch"]
+        assert batch["ids"].shape == batch["labels"].shape
+        assert int((batch["labels"] != -100).sum()) == dump["loss_tokens"]
+        assert len(dump["rows"]) == 2
+        assert all(weight.isfinite().all() for weight in dump["model"].values())
+        assert dump["config"]["training"]["global_batch_size"] == 2
+
+    @pytest.mark.parametrize("name", ["nan_grad_step_2.pt", "debug/nan_debug_step_2.pkl"])
+    def test_the_command_shows_it(self, name: str, run: Path, torchstone: Torchstone) -> None:
+        code, out, err = torchstone("debug", "show", str(run / name))
+        assert code == 0, err
+        assert f"first bad module: {DOWN}: the gradient of its weight" in out
+        summary = json.loads(torchstone("debug", "show", str(run / name), "--json")[1])
+        assert summary["bad_gradients"] == [f"{DOWN}.weight"]
+        (kind,) = {"model", "gradients"} & summary["tensors"].keys()
+        bad = {each["name"]: each["nan"] for each in summary["tensors"][kind] if each["nan"]}
+        assert bad == ({} if kind == "model" else {f"{DOWN}.weight": 128 * 32})
+
+    def test_a_file_with_code_is_not_executed(self, tmp_path: Path) -> None:
+        class Code:
+            def __reduce__(self) -> Any:
+                return os.mkdir, (str(tmp_path / "executed"),)
+
+        path = tmp_path / "nan_debug_step_1.pkl"
+        path.write_bytes(pickle.dumps({"parameters": Code()}))
+        with pytest.raises(UsageError, match="neither an array nor a plain value"):
+            read_dump(path)
+        assert not (tmp_path / "executed").exists()
+
+    @pytest.mark.parametrize("limit", ["100KB", "0"])
+    def test_its_size_is_limited(self, limit: str, settings: Settings, tmp_path: Path) -> None:
+        values = plain(settings, tmp_path, range(12), debug__dump_limit=limit)
+        with pytest.raises(NumericalError):
+            api.train(None, values, callbacks=[Plant("weight", 1)])
+        files = [*(tmp_path / "run").glob("nan_*"), *(tmp_path / "run").glob("debug/*")]
+        if limit == "0":
+            assert not files
+            return
+        # Both have the bad gradient and its weight first; ids and names come on top.
+        assert sum(file.stat().st_size for file in files) < 130_000
+        dump = read_dump(tmp_path / "run/debug/nan_debug_step_1.pkl")
+        assert f"{DOWN}.weight" in dump["gradients"]
+        assert dump["omitted"]["parameters"]
+
+
+def train_with_a_planted_nan(values: dict[str, Any], bad_rank: int, bad_step: int) -> dict[str, Any]:
+    """On every rank: NaN in one element of one gradient of `bad_rank`, after all reductions."""
+    calls, states, names = [0], dict[int, Any](), list[str]()
+    forward_backward = Runner.forward_backward
+
+    def planted(self: Runner, batches: list[MicroBatch], loss_tokens: int) -> Tensor:
+        result = forward_backward(self, batches, loss_tokens)
+        calls[0] += 1
+        if calls[0] == bad_step and self.ctx.rank == bad_rank:
+            shards = {name: to_local(p.grad) for name, p in self.model.named_parameters() if "norm" in name}
+            name, gradient = next((name, shard) for name, shard in shards.items() if shard.numel())
+            gradient.view(-1)[0] = math.nan
+            names.append(hf_name(self.model, name))
+        return result
+
+    class Keep(Callback):
+        def on_step_begin(self, run: Run, number: int) -> None:
+            tensors = {name: to_local(p).detach().clone() for name, p in run.model.named_parameters()}
+            for parameter, state in run.optimizer.state.items():
+                for key, value in state.items():
+                    tensors[f"{id(parameter)} {key}"] = to_local(value).clone()
+            states[len(states)] = tensors
+
+    Runner.forward_backward = planted  # type: ignore[method-assign]
+    try:
+        result = api.train(None, values, callbacks=[Keep()])
+    finally:
+        Runner.forward_backward = forward_backward  # type: ignore[method-assign]
+    before, after = states[bad_step - 1], states[bad_step]
+    is_same = before.keys() == after.keys() and all(torch.equal(after[name], value) for name, value in before.items())
+    return {"step": result.step, "loss": result.loss, "is_same": is_same, "planted": names, "attempts": len(states)}
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate", "dp_shard", "tp", "pp"])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_all_ranks_act_alike_at_a_nan_in_one_gradient_of_one_rank(
+    layout: str, bad_rank: int, settings: Settings, tmp_path: Path
+) -> None:
+    values = settings(debug__on_nan="skip", training__max_steps=4) | {f"parallel.{layout}": 2}
+    ranks = launch_procs(train_with_a_planted_nan, 2, values, bad_rank, 3, timeout=120)
+    ((planted,),) = [rank.pop("planted") for rank in ranks if rank["planted"]]
+    ranks[1 - bad_rank].pop("planted", None)
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["is_same"]
+    assert (ranks[0]["step"], ranks[0]["attempts"]) == (4, 5)
+    assert [line["skipped_steps"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [0, 0, 1, 1]
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert f"Affected layers: ['{planted}']" in log
+    assert f"first bad module: {planted.removesuffix('.weight')}" in log
+    suffix = "_rank1" if bad_rank else ""
+    gradients = read_dump(tmp_path / f"run/debug/nan_debug_step_3{suffix}.pkl")["gradients"]
+    assert [name for name, gradient in gradients.items() if np.isnan(gradient).any()] == [planted]
