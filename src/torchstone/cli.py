@@ -352,7 +352,7 @@ class Commands:
         /,
         *,
         preset: str | None = None,
-        world: PositiveInt | None = None,
+        world: Annotated[PositiveInt | None, Parameter(name=("--world", "--nproc"))] = None,
         gpu: str | None = None,
         search: Switch = False,
         as_json: JsonFlag = False,

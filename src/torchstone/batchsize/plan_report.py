@@ -73,12 +73,14 @@ def _memory_table(plan: Plan, block: str) -> Iterator[str]:
 
 def _length(plan: Plan) -> Iterator[str]:
     length, state = plan.length, plan.job.state
-    steps = "unknown" if length.steps is None else f"{length.steps:,}"
-    tokens = "unknown" if length.tokens is None else f"{length.tokens:,}"
-    yield f"steps       {steps}, {tokens} tokens ({length.source})"
+    if length.steps is None:
+        yield "steps       endless" if plan.job.config.training.mode == "infinite" else "steps       unknown: no data"
+    else:
+        tokens = "an unknown number of" if length.tokens is None else f"{length.tokens:,}"
+        yield f"steps       {length.steps:,}, {tokens} tokens ({length.source})"
     if plan.time is not None:
         time = plan.time
-        hours = "" if plan.hours is None else f", {plan.hours:,.2f} hours for all steps"
+        hours = "" if plan.hours is None else f", {_duration(plan.hours)} for all steps"
         yield f"speed       {time.tokens_per_second:,.0f} tokens/s, {time.seconds:.3f} s a step{hours} (predicted)"
     sizes = state.checkpoint_bytes(plan.layout.dims.world_size)
     unit, size_of_unit = ("GiB", GIB) if sum(sizes.values()) >= GIB else ("MiB", MIB)
@@ -86,6 +88,12 @@ def _length(plan: Plan) -> Iterator[str]:
         f"checkpoint  {sum(sizes.values()) / size_of_unit:.2f} {unit}: weights {sizes['weights'] / size_of_unit:.2f}, "
         f"optimizer {sizes['optimizer'] / size_of_unit:.2f}"
     )
+
+
+def _duration(hours: float) -> str:
+    if hours >= 1:
+        return f"{hours:,.1f} hours"
+    return f"{60 * hours:.1f} minutes" if hours >= 1 / 60 else f"{3600 * hours:.1f} seconds"
 
 
 def _count(number: int, noun: str) -> str:
