@@ -78,6 +78,36 @@ class Plant(Callback):
         return 1.0 if running is self.first else self.value
 
 
+class BadRows(Callback):
+    """NaN in the second layer whenever the micro-batches of one step are computed, also later."""
+
+    def __init__(self, bad_step: int) -> None:
+        self.bad_step, self.step, self.bad = bad_step, 0, list[MicroBatch]()
+        self.before: dict[str, Tensor] = {}
+
+    def on_start(self, run: Run) -> None:
+        self.run = run
+        run.model.module.layers["1"].mlp.down.register_forward_hook(self._hook)
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        self.step = step
+        if step == self.bad_step:
+            self.before = self.state()
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {name: p.detach().clone() for name, p in self.run.model.named_parameters()}
+        for name, parameter in self.run.model.named_parameters():
+            moments = self.run.optimizer.state.get(parameter, {}).items()
+            tensors |= {f"{name} {key}": value.clone() for key, value in moments if key != "step"}
+        return tensors
+
+    def _hook(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
+        running = self.run.runner.running
+        if self.step == self.bad_step and running is not None:
+            self.bad.append(running)
+        return output * math.nan if any(running is each for each in self.bad) else None
+
+
 def rows(path: Path, numbers: Any) -> str:
     """A file in which every row fills a sample."""
     lines = [json.dumps({"text": f"{number:02d} " + "abcdefgh " * 12}) + "\n" for number in numbers]
@@ -117,27 +147,20 @@ def test_the_report_names_the_first_bad_module(
     assert [row for row in range(1, 13) if f"12.jsonl:{row} " in line] == bad_rows
 
 
-def test_the_weights_are_those_before_the_step_also_if_the_next_one_has_started(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_and_moments_are_those_before_the_step_also_if_the_next_one_has_started(
+    precision: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: the numbers of step 3 are read when step 4 was computed, whose numbers are fine."""
     monkeypatch.setattr(loop, "StepLog", DelayedLog)
     monkeypatch.setattr(step, "check_finite", lambda *_: None)
-
-    class Keep(Plant):
-        def on_step_begin(self, run: Run, number: int) -> None:
-            super().on_step_begin(run, number)
-            self.run = run
-
-    plant = Keep("logits", 3)
-    with pytest.raises(NumericalError, match="step 3: loss nan") as caught:
-        api.train(None, plain(settings, tmp_path, range(12)), callbacks=[plant])
-    assert plant.attempts == 4
-    for name, parameter in plant.run.model.named_parameters():
-        assert torch.equal(parameter, plant.weights[3][name]), name
-    # What was planted is gone, and the gradients are: only their norms are known.
-    assert "the gradient of its weight, but all numbers were finite when the step was repeated" in str(caught.value)
-    assert not [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["step"] > 2]
+    bad = BadRows(3)
+    with pytest.raises(NumericalError, match=f"step 3: loss nan(.|\n)*first bad module: {DOWN}: its output"):
+        api.train(None, plain(settings, tmp_path, range(12), training__precision=precision), callbacks=[bad])
+    assert bad.step == 4
+    for name, value in bad.state().items():
+        assert torch.equal(value, bad.before[name]), name
+    assert [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
 def test_a_skipped_batch_is_as_if_it_were_not_in_the_data(settings: Settings, tmp_path: Path) -> None:

@@ -9,49 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from exact_runs import exact_metrics
-from test_bad_steps import DOWN, Plant, plain
+from test_bad_steps import DOWN, BadRows, Plant, plain
 from torchstone import api
-from torchstone.data.collate import MicroBatch
 from torchstone.errors import NumericalError
 from torchstone.observe.metrics import read_metrics
 from torchstone.training.nan_dump import read_dump
-from torchstone.training.run import Callback, Run
 
 pytestmark = pytest.mark.gpu
 Settings = Callable[..., dict[str, Any]]
-
-
-class BadRows(Callback):
-    """NaN in the second layer whenever the micro-batches of one step are computed, also later."""
-
-    def __init__(self, bad_step: int) -> None:
-        self.bad_step, self.step, self.bad = bad_step, 0, list[MicroBatch]()
-        self.before: dict[str, Tensor] = {}
-
-    def on_start(self, run: Run) -> None:
-        self.run = run
-        run.model.module.layers["1"].mlp.down.register_forward_hook(self._hook)
-
-    def on_step_begin(self, run: Run, step: int) -> None:
-        self.step = step
-        if step == self.bad_step:
-            self.before = self.state()
-
-    def state(self) -> dict[str, Tensor]:
-        tensors = {name: p.detach().clone() for name, p in self.run.model.named_parameters()}
-        for name, parameter in self.run.model.named_parameters():
-            moments = self.run.optimizer.state.get(parameter, {}).items()
-            tensors |= {f"{name} {key}": value.clone() for key, value in moments if key != "step"}
-        return tensors
-
-    def _hook(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
-        running = self.run.runner.running
-        if self.step == self.bad_step and running is not None:
-            self.bad.append(running)
-        return output * math.nan if any(running is each for each in self.bad) else None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
