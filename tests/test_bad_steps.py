@@ -225,6 +225,20 @@ def test_a_rollback_leaves_out_the_data_since_the_checkpoint(settings: Settings,
     assert "on from sample 8: the data before it is left out" in (tmp_path / "a/run/logs/rank-0.log").read_text()
 
 
+def test_rollbacks_to_several_checkpoints_are_counted_once_each(settings: Settings, tmp_path: Path) -> None:
+    """To the start, to step 2, and to the checkpoint of another run that this one resumed."""
+    values = plain(settings, tmp_path, range(40), debug__on_nan="rollback")
+    result = api.train(None, values, callbacks=[Plant("weight", 2, 5, 8)])
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [line["rollbacks"] for line in lines] == [1, 1, 2, 2, 3, 3]
+    other = values | {"output_dir": str(tmp_path / "other"), "checkpoint.resume": str(result.checkpoint)}
+    api.train(None, other | {"training.max_steps": 8}, callbacks=[Plant("weight", 1)])
+    assert [(line["step"], line["rollbacks"]) for line in read_metrics(tmp_path / "other/metrics.jsonl")] == [
+        (7, 4),
+        (8, 4),
+    ]
+
+
 def test_a_run_that_only_goes_back_ends(settings: Settings, tmp_path: Path) -> None:
     values = plain(settings, tmp_path, range(40), debug__on_nan="rollback", debug__max_bad_steps=2)
     with pytest.raises(NumericalError, match="the run went back to the same checkpoint 2 times"):

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from torchstone.checkpoint.load import CHECKPOINTS
 from torchstone.config.schema import Config, DebugConfig
 from torchstone.data.loader import StepBatch
 from torchstone.errors import NumericalError
@@ -90,14 +91,15 @@ class Rollbacks:
         )
 
     def build_config(self, config: Config) -> Config:
-        """The config to build the run with: it resumes its own checkpoint, whatever it started from."""
-        if self.checkpoint is None:
+        """The config to build the run with: it resumes a checkpoint of its own, whatever it started from."""
+        if self.checkpoint is None or self.checkpoint.parent != Path(config.output_dir) / CHECKPOINTS:
             return config
         return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
     def apply(self, run: Run) -> None:
         """Makes a run that was built again go on after the data that is left out."""
-        run.progress.rollbacks += self.count
+        # The checkpoint has those before it.
+        run.progress.rollbacks += self.repeated
         if self.samples is not None and run.checkpoint == self.checkpoint:
             run.progress.samples, run.progress.pending_metrics = self.samples, None
             run.schedule = plan_schedule(run.config, run.data, run.progress)
