@@ -432,8 +432,9 @@ def test_memory_that_the_machine_does_not_have_is_exit_code_4(
         ("-m torchstone train --optim.nothing 1", "stderr", 2),
         ("scripts/base_train.py --depth", "stderr", 2),
         ("-m torchstone train --preset demo --print-config", "stdout", 141),
+        ("-m torchstone train --help", "stdout", 141),
     ],
-    ids=["command", "script", "output"],
+    ids=["command", "script", "output", "help"],
 )
 def test_a_closed_pipe_does_not_change_the_exit_code(command: str, stream: str, code: int) -> None:
     """Otherwise Python tries to write its buffer again when it exits, and exits with 120."""

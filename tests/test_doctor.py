@@ -1,4 +1,6 @@
-"""`torchstone doctor` on real processes: right and wrong values, and the names of ranks that do not answer."""
+"""The collectives of `torchstone doctor` on real processes: right and wrong values, and ranks that do not answer.
+
+The checks of the machine are in test_machine.py."""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def check_small_sizes() -> tuple[Report, list[str]]:
 def run_doctor(*args: str, limit: float = LIMIT) -> None:
     """The command as a launcher runs it on each rank, at small sizes."""
     collectives.SIZES["cpu"] = SIZES
-    cli.main(["doctor", "--device", "cpu", "--limit", str(limit), *args])
+    cli.main(["doctor", "--only", "collectives", "--device", "cpu", "--limit", str(limit), *args])
 
 
 def intercept(name: str, action: Callable[[Tensor], None], *, before: bool = True) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,9 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
-from torchstone.diagnose import collectives
+from torchstone.diagnose import collectives, machine
+from torchstone.diagnose import environment as environment_report
+from torchstone.diagnose.machine import Machine
 from torchstone.errors import TorchstoneError, UsageError
 from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, check_fallback_execution
@@ -547,29 +549,63 @@ def export(
     return export_model(os.fspath(source), Path(target), dtype, verify, trust_remote_code, merge, average_lora_a, base)
 
 
-def doctor(device: Device = "auto", limit: float = collectives.LIMIT, quiet: bool = False) -> dict[str, Any]:
-    """Tests the collectives between the ranks of a launch; returns `text` to print and `json` for programs.
+def doctor(
+    device: Device = "auto",
+    limit: float = collectives.LIMIT,
+    quiet: bool = False,
+    output_dir: str | Path = ".",
+    only: Literal["machine", "collectives"] | None = None,
+    on_text: TextCallback | None = None,
+) -> dict[str, Any]:
+    """Checks each machine of a launch and the collectives between its ranks; all ranks call it together.
 
-    Raises WorkerError with the ranks that do not answer within `limit` seconds. `json` lists wrong values.
+    Returns `text` to print, which rank 0 also passes to `on_text` as soon as a part is known, and `json` for programs,
+    with `errors`. `output_dir` is a folder on the disk to check. Raises WorkerError with the ranks that do not answer
+    within `limit` seconds.
     """
     torch_device = select_device(SystemConfig(device=device))
-    # Longer than `limit`: at the process group's timeout NCCL ends the process before the silent ranks are named.
-    timeout, join_timeout = timedelta(seconds=limit + 60), timedelta(seconds=limit)
+    # Longer than `limit`: at the process group's timeout NCCL ends the process before the silent ranks are named. The
+    # first rank of a machine checks it while the others wait.
+    timeout, join_timeout = timedelta(seconds=limit + machine.SECONDS), timedelta(seconds=limit)
     heartbeat.report_phase("joining the other ranks")
+    machines, reports, texts = list[Machine](), list[collectives.Report](), list[str]()
     with (
         translate_comm_errors(),
         init_distributed(ParallelConfig(), torch_device, timeout, join_timeout, mesh_of_one=True) as ctx,
     ):
         console = Console("quiet" if quiet else "lines") if ctx.is_main else Console("none")
-        reports = [collectives.measure(torch_device, limit, console.info)]
-        if torch_device.type == "cuda":
-            # Ranks also use the CPU backend, for small tensors and objects.
-            reports.append(collectives.measure(torch.device("cpu"), limit, console.info, sizes=()))
-    errors = [str(error) for report in reports if (error := collectives.failure(report)) is not None]
-    return {
-        "text": "\n".join(collectives.as_text(report) for report in reports),
-        "json": {"ok": not errors, "errors": errors, "collectives": [asdict(report) for report in reports]},
+
+        def add_text(text: str) -> None:
+            texts.append(text)
+            if on_text is not None and ctx.is_main:
+                on_text(text)
+
+        if only != "collectives":
+            machines = machine.check_machines(ctx, torch_device, device != "cpu", Path(output_dir), console.info)
+            add_text(machine.as_text(machines))
+        if only != "machine":
+            reports.append(collectives.measure(torch_device, limit, console.info))
+            if torch_device.type == "cuda":
+                # Ranks also use the CPU backend, for small tensors and objects.
+                reports.append(collectives.measure(torch.device("cpu"), limit, console.info, sizes=()))
+            separator = "\n" if machines else ""
+            add_text(separator + "\n".join(collectives.as_text(report) for report in reports))
+        errors = [str(error) for report in reports if (error := collectives.failure(report)) is not None]
+        errors += machine.failures(machines)
+        if only is None:
+            add_text(machine.verdict(machines, errors))
+    result = {
+        "ok": not errors,
+        "errors": errors,
+        "machines": [each.to_dict() for each in machines],
+        "collectives": [asdict(report) for report in reports],
     }
+    return {"text": "".join(texts), "json": result}
+
+
+def environment() -> dict[str, Any]:
+    """What a bug report needs: versions, hardware, packages and variables, without secrets."""
+    return environment_report.environment()
 
 
 def generate(

@@ -42,6 +42,7 @@ from torchstone.config.load import (
 )
 from torchstone.config.schema import Config, Device, Dtype, Purpose, SystemConfig
 from torchstone.errors import (
+    MachineError,
     NumericalError,
     OutOfMemoryError,
     StoppedBySignal,
@@ -151,6 +152,11 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
         heartbeat.discard_output(sys.stdout)
         heartbeat.discard_output(sys.stderr)
         sys.exit(141)
+    except SystemExit as end:
+        # rich, which prints the help, turns a broken pipe into exit code 1.
+        if isinstance(end.__context__, BrokenPipeError):
+            sys.exit(141)
+        raise
     except KeyboardInterrupt:
         heartbeat.print_line("interrupted")
         _exit(heartbeat.EXIT_INTERRUPTED)
@@ -186,6 +192,7 @@ def build_app(commands: Commands) -> App:
     app.command(commands.export)
     app.command(commands.chat, help_epilogue=_keys_help("chat"))
     app.command(commands.generate, help_epilogue=_keys_help("generate"))
+    app.command(commands.env)
     app.command(tokenizer)
     tokenizer.command(commands.tokenizer_train, name="train")
     app.command(launch)
@@ -466,28 +473,55 @@ class Commands:
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         device: Device = "auto",
         limit: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1e8))] = 60.0,
+        output_dir: Path = Path("."),
+        only: Literal["machine", "collectives"] | None = None,
         as_json: JsonFlag = False,
     ) -> None:
-        """Check that all ranks of a launch reach each other and that collectives are correct, and measure their speed.
+        """Check this machine, then all ranks of a launch: do they reach each other, with right values, and how fast?
+
+        Everything is tried: kernels compute, disks are written. Each problem has a line to type against it.
 
         Args:
             device: auto, cpu or cuda.
             limit: Timeout in seconds for one collective at one size; the error names the ranks that do not answer.
+            output_dir: Folder whose disk is checked; nothing is left there.
+            only: machine or collectives, to check only these.
             as_json: Print unrounded JSON only.
         """
         system = SystemConfig(device=device, join_timeout=limit)
         plan = plan_launch(options, system, os.environ)
         if plan is not None:
-            args = ["doctor", "--limit", str(limit), "--device", device, *(["--json"] if as_json else [])]
+            args = ["doctor", "--limit", str(limit), "--device", device, f"--output-dir={output_dir}"]
+            args += [*(["--only", only] if only else []), *(["--json"] if as_json else [])]
             command = [*_worker_command(), *args]
             sys.exit(run_workers(plan, command, ignore_late_signals=self.ignore_late_signals))
         from torchstone import api
 
-        result = api.doctor(device, limit, quiet=as_json)
-        if os.environ.get("RANK", "0") == "0":
-            _write_text(json.dumps(result["json"], indent=2) + "\n" if as_json else result["text"])
-        if result["json"]["errors"]:
-            raise NumericalError("\n".join(result["json"]["errors"]))
+        result = api.doctor(device, limit, as_json, output_dir, only, None if as_json else _write_text)
+        report = result["json"]
+        if as_json and os.environ.get("RANK", "0") == "0":
+            _print_json(report)
+        if not all(each["ok"] for each in report["collectives"]):
+            raise NumericalError("\n".join(report["errors"]))
+        if report["errors"]:
+            raise MachineError(
+                "\n".join(report["errors"]), None if as_json else "each line with fix: above says what to type"
+            )
+
+    def env(self, *, as_json: JsonFlag = False) -> None:
+        """Print what a bug report needs: versions, hardware, packages and variables, without secrets.
+
+        Args:
+            as_json: Print JSON.
+        """
+        from torchstone import api
+        from torchstone.diagnose.environment import as_text
+
+        values = api.environment()
+        if as_json:
+            _print_json(values)
+        else:
+            _write_text(as_text(values))
 
     def debug_show(self, file: Path, /, *, as_json: JsonFlag = False) -> None:
         """Show a file that a run wrote at a NaN: what was computed, and which tensors are bad.

@@ -68,6 +68,12 @@ class WorkerError(TorchstoneError):
     exit_code = 7
 
 
+class MachineError(TorchstoneError):
+    """A machine that cannot train, or not as it should."""
+
+    exit_code = 8
+
+
 class StoppedBySignal(TorchstoneError):
     """A signal stopped the run; its state is saved, and the same command resumes it."""
 

@@ -96,7 +96,13 @@ def test_a_worker_killed_in_the_middle_ends_the_run_and_leaves_the_gpu(scripts: 
     assert len(re.findall(r"Step \[6/20\]", output)) == 2
 
 
-def test_the_doctor_measures_nccl(tmp_path: Path) -> None:
+def test_the_doctor_tries_the_gpu_and_measures_nccl(tmp_path: Path) -> None:
     code, output = run(tmp_path, sys.executable, "-m", "torchstone", "doctor", "--gpus", "all")
     assert code == 0
+    works = ("driver", "GPU memory", "GPU speed", "matmul bfloat16", "attention sdpa", "attention flash", "loss")
+    for name in works:
+        # Another process on the GPU, or heat, is a warning.
+        assert re.search(rf"^(ok|warning) +{name}  ", output, re.MULTILINE), name
+    assert re.search(r"^ok +torch.compile  ", output, re.MULTILINE)
     assert re.search(r"collectives: ok, \d+ ranks? over nccl", output)
+    assert re.search(r"^doctor: ok", output, re.MULTILINE)

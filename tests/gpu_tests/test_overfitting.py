@@ -22,6 +22,7 @@ from torchstone.training.step import compute_gradients
 
 Settings = Callable[..., dict[str, Any]]
 CUDA = torch.device("cuda")
+pytestmark = pytest.mark.diagnostic
 
 
 def make_sequences() -> list[TokenSequence]:

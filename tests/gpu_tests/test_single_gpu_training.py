@@ -67,6 +67,7 @@ class TestCompiledGraphs:
 
 
 class TestSingleGPUTraining:
+    @pytest.mark.diagnostic
     def test_single_gpu_training_loop(self, settings: Settings, tmp_path: Path) -> None:
         on_cpu = losses(settings(training__max_steps=20, optim__eps=1e-4))
         on_gpu = losses(
@@ -83,6 +84,7 @@ class TestSingleGPUTraining:
         line = read_metrics(tmp_path / "cuda/metrics.jsonl")[-1]
         assert 0 < line["memory"] <= torch.cuda.get_device_properties(0).total_memory
 
+    @pytest.mark.diagnostic
     def test_gradient_accumulation(self, settings: Settings, tmp_path: Path) -> None:
         results = []
         for size in (12, 5, 1):
@@ -93,6 +95,19 @@ class TestSingleGPUTraining:
             results.append(losses(overrides))
         assert results[1] == pytest.approx(results[0], rel=1e-5)
         assert results[2] == pytest.approx(results[0], rel=1e-5)
+
+    @pytest.mark.diagnostic
+    def test_loss_with_liger_kernels(self, settings: Settings, tmp_path: Path) -> None:
+        """Kernels that are asked for by name are used, or the run ends with the reason."""
+        pytest.importorskip("triton")
+        pytest.importorskip("liger_kernel")
+        changes = {"system__device": "cuda", "training__precision": "bf16"}
+        plain = losses(settings(output_dir=str(tmp_path / "plain"), **changes))
+        kernels = ["norm", "rope", "mlp", "loss"]
+        liger = losses(settings(output_dir=str(tmp_path / "liger"), model__liger=kernels, **changes))
+        assert liger == pytest.approx(plain, rel=1e-2)
+        assert len(liger) == 6
+        assert liger[-1] < liger[0]
 
     @pytest.mark.parametrize(("packing", "precision"), [(True, "auto"), (False, "auto"), (True, "fp32")])
     def test_a_resumed_run_equals_an_uninterrupted_one(
