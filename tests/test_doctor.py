@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchstone import cli
-from torchstone.diagnose import collectives
-from torchstone.diagnose.collectives import COLLECTIVES, GRACE, Measurement, Report, as_text, measure
+from torchstone.doctor import collectives
+from torchstone.doctor.collectives import COLLECTIVES, GRACE, Measurement, Report, as_text, measure
 from torchstone.testing import RankFailure, launch_procs
 
 CPU = torch.device("cpu")

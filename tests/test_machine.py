@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchstone.diagnose import environment, gpu, host, kernels
-from torchstone.diagnose.check import Check, Finding, ok, run_check, warning
-from torchstone.diagnose.machine import Machine, as_text, failures, verdict
+from torchstone.doctor import environment, gpu, host, kernels
+from torchstone.doctor.check import Check, Finding, ok, run_check, warning
+from torchstone.doctor.machine import Machine, as_text, failures, verdict
 from torchstone.errors import UsageError
 from torchstone.launch.gpus import Gpu
 from torchstone.models import attention
@@ -257,7 +257,7 @@ class TestChecks:
         assert verdict(machines[:1], []) == "\ndoctor: ok, 1 warning\n"
 
     def test_the_settings_that_fixes_name_exist(self) -> None:
-        sources = "".join(path.read_text() for path in (ROOT / "src/torchstone/diagnose").glob("*.py"))
+        sources = "".join(path.read_text() for path in (ROOT / "src/torchstone/doctor").glob("*.py"))
         keys = set(re.findall(r"--(\w+\.\w+)", sources))
         assert {"model.attention", "model.compile", "model.loss", "system.threads"} <= keys
         help_text = (ROOT / "docs/config-keys.md").read_text()

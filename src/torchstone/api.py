@@ -62,9 +62,9 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
-from torchstone.diagnose import collectives, machine
-from torchstone.diagnose import environment as environment_report
-from torchstone.diagnose.machine import Machine
+from torchstone.doctor import collectives, machine
+from torchstone.doctor import environment as environment_report
+from torchstone.doctor.machine import Machine
 from torchstone.errors import TorchstoneError, UsageError
 from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, check_fallback_execution

@@ -515,7 +515,7 @@ class Commands:
             as_json: Print JSON.
         """
         from torchstone import api
-        from torchstone.diagnose.environment import as_text
+        from torchstone.doctor.environment import as_text
 
         values = api.environment()
         if as_json:

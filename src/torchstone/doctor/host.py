@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from torchstone import __version__
-from torchstone.diagnose.check import Finding, failed, gib, ok, skipped, warning
+from torchstone.doctor.check import Finding, failed, gib, ok, skipped, warning
 from torchstone.parallel.mesh import local_world_size
 from torchstone.training.checks import free_memory, process_memory
 

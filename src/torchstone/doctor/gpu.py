@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchstone.diagnose.check import Finding, failed, first_line, gib, ok, skipped, warning
+from torchstone.doctor.check import Finding, failed, first_line, gib, ok, skipped, warning
 from torchstone.launch.gpus import list_gpus
 from torchstone.observe.mfu import peak_flops
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchstone.diagnose.check import Check, Finding, failed, ok, run_check, skipped, warning
+from torchstone.doctor.check import Check, Finding, failed, ok, run_check, skipped, warning
 from torchstone.errors import UsageError
 from torchstone.loss.chunked import chunked_loss_sum
 from torchstone.models.attention import (

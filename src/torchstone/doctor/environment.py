@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from torchstone import __version__
-from torchstone.diagnose.check import Finding, gib, ok, skipped, warning
-from torchstone.diagnose.gpu import driver_versions
+from torchstone.doctor.check import Finding, gib, ok, skipped, warning
+from torchstone.doctor.gpu import driver_versions
 from torchstone.errors import UsageError
 from torchstone.launch.gpus import list_gpus
 from torchstone.training.checks import process_memory

@@ -15,11 +15,11 @@ from typing import Any, get_args
 
 import torch
 
-from torchstone.diagnose import host
-from torchstone.diagnose.check import Check, Status, run_check
-from torchstone.diagnose.environment import EXTRAS, check_extra
-from torchstone.diagnose.gpu import check_driver, check_gpu_memory, check_gpu_speed
-from torchstone.diagnose.kernels import check_kernels
+from torchstone.doctor import host
+from torchstone.doctor.check import Check, Status, run_check
+from torchstone.doctor.environment import EXTRAS, check_extra
+from torchstone.doctor.gpu import check_driver, check_gpu_memory, check_gpu_speed
+from torchstone.doctor.kernels import check_kernels
 from torchstone.parallel.mesh import ParallelContext, local_rank
 from torchstone.user_cache import user_cache
 
