@@ -18,7 +18,9 @@ from torch import Tensor
 from torchstone.checkpoint import save
 from torchstone.data import loader
 from torchstone.data.collate import PADDING_DOC_ID, MicroBatch
+from torchstone.data.encode import Encoder
 from torchstone.data.loader import RunData, StepBatch
+from torchstone.data.template import ChatTemplate
 from torchstone.models import attention, decoder, families
 from torchstone.models.decoder import Block
 from torchstone.models.model import Model
@@ -116,6 +118,23 @@ def pad_id_left_out_of_the_loss() -> Any:
         return collate(rows, pad_id, shapes)
 
     return _together(patch.object(runner, "token_loss_sum", without_pad), patch.object(loader, "collate", remember))
+
+
+def loss_mask_inverted() -> Any:
+    """The prompt is trained, and the answer masked."""
+    original = Encoder._loss_mask
+    return patch.object(Encoder, "_loss_mask", lambda *args: ~original(*args))
+
+
+def end_of_turn_masked() -> Any:
+    """The span to train on ends before the token that ends the answer."""
+    original = ChatTemplate._span
+
+    def span(*args: Any) -> tuple[int, int]:
+        start, end = original(*args)
+        return start, end - len("<|end|>")
+
+    return patch.object(ChatTemplate, "_span", span)
 
 
 def documents_see_each_other() -> Any:

@@ -90,14 +90,16 @@ PLANTS: dict[str, Plant] = {
     "mean per rank, on one rank": Plant(planted_bugs.mean_per_rank, {"world_size": OWN_COUNT}),
     "mean per rank": Plant(planted_bugs.mean_per_rank, everywhere(OWN_COUNT, "loss", "gradients"), ranks=2),
     "labels shifted twice": Plant(
-        planted_bugs.labels_shifted_twice, everywhere(TWICE, "batch", "loss", "gradients")
+        planted_bugs.labels_shifted_twice,
+        everywhere(TWICE, "batch", "loss", "gradients") | {"label_shift": "they are shifted twice"},
     ),
     "labels shifted twice in the loss": Plant(
         planted_bugs.labels_shifted_twice_in_the_loss, everywhere(TWICE, "loss", "gradients")
     ),
     "labels on padding": Plant(
         planted_bugs.labels_on_padding,
-        everywhere("positions of padding have a label", "batch", "loss", "gradients"),
+        everywhere("positions of padding have a label", "batch", "loss", "gradients")
+        | {"padding": "the labels of padding are"},
     ),
     "pad id left out of the loss": Plant(
         planted_bugs.pad_id_left_out_of_the_loss,
@@ -183,6 +185,13 @@ PLANTS: dict[str, Plant] = {
         everywhere("the loss does not change at all", "one_sample", "small_batch")
         | {"swallowed_updates": "the optimizer's update is not applied"},
     ),
+    "loss mask inverted": Plant(
+        planted_bugs.loss_mask_inverted, {"loss_mask": "the mask is inverted"}, "chat encoded anew"
+    ),
+    "end of turn masked": Plant(
+        planted_bugs.end_of_turn_masked, {"end_of_turn": "<|end|> (id 2) ends 60 rows, but is masked"},
+        "chat encoded anew",
+    ),
     "learning rate 1000 times too large": Plant(
         None, {"learning_rate": "times the one at which the loss blows up"}, changes={"optim.learning_rate": 1.0}
     ),
@@ -217,7 +226,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, text_fi
             "training.global_batch_size": 8, "optim.learning_rate": 1e-3, "system.device": "cpu",
             "observe.console": "quiet", "output_dir": str(root / "run"),
         }  # fmt: skip
-        return common | kinds[kind] | changes
+        if kind == "chat encoded anew":
+            # A bug in what makes the tokens must not get into the token cache.
+            common["data.cache_dir"] = str(tmp_path_factory.mktemp("datasets"))
+        return common | kinds[kind.removesuffix(" encoded anew")] | changes
 
     return make
 
@@ -258,7 +270,8 @@ def assert_healthy(report: Report, *skipped: str) -> None:
     """All checks pass, but for those that do not apply."""
     alarms = [check for check in report["checks"] if check["status"] in ("fail", "warn")]
     assert not alarms, alarms
-    assert {check["name"] for check in report["checks"] if check["status"] == "skip"} == set(skipped)
+    names = [check["name"] for check in report["checks"] if check["status"] == "skip" and check["group"] != "data"]
+    assert set(names) == set(skipped)
     assert (report["verdict"], report["exit_code"]) == ("pass", 0)
 
 
@@ -326,7 +339,9 @@ class TestHealthyRuns:
         folder = make_model(tmp_path / family, family, FAMILIES[family], vocab_size=448)
         tokenizer.save(folder)
         changes = {"model.path": str(folder), "tuning.method": method, "data.context_length": 48}
-        assert_healthy(diagnose(runs("chat", **changes)), "replicas", "random_numbers", "mixed_precision")
+        # Gemma 2 has soft caps, which only eager attention has on a CPU.
+        skipped = ["attention_kernel"] if family == "gemma2" else []
+        assert_healthy(diagnose(runs("chat", **changes)), "replicas", "random_numbers", "mixed_precision", *skipped)
 
     @the_rest
     @pytest.mark.parametrize("layout", [{"parallel.tp": 2}, {"parallel.pp": 2}, {"parallel.dp_replicate": 2}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchstone.diagnose.check import Check
+from torchstone.diagnose.data_checks import DATA_CHECKS
 from torchstone.diagnose.gradient_checks import check_frozen, check_gradients, check_reduction, check_replicas
 from torchstone.diagnose.kernel_checks import check_attention_kernel, check_fused_loss, check_mixed_precision
 from torchstone.diagnose.learning_checks import check_learning_rate, check_one_sample, check_small_batch
@@ -19,6 +20,7 @@ from torchstone.diagnose.split_checks import check_accumulation, check_last_step
 from torchstone.diagnose.transformers_check import check_transformers
 
 CHECKS: tuple[Check, ...] = (
+    *DATA_CHECKS,
     Check(
         "batch", "ranks", "critical",
         "every document of a step is in one micro-batch of one rank, with its labels shifted once",

@@ -72,10 +72,7 @@ class DiagnosisReport:
     def next_steps(self) -> list[str]:
         failed = self.with_status("fail")
         if not failed:
-            skipped = len(self.with_status("skip"))
-            more = [f"{skipped} checks were skipped, with the reasons above"] if skipped else []
-            full = [f"--full also runs {', '.join(self.left_out)}"] if self.left_out else []
-            return [WHAT_REMAINS, *more, *full]
+            return [WHAT_REMAINS, *([f"--full also runs {', '.join(self.left_out)}"] if self.left_out else [])]
         groups = dict.fromkeys(result.check.group for result in failed)
         return [*(WHERE_TO_LOOK[group] for group in groups), COMPARE]
 
@@ -93,14 +90,16 @@ class DiagnosisReport:
 
 
 def result_lines(result: CheckResult) -> Iterator[str]:
-    """A line for a check, and the details below it unless it passed."""
+    """A line for a check, and the details below it unless it passed; nothing for one that was skipped."""
     finding, check = result.finding, result.check
-    limit = f" (limit {finding.limit})" if finding.limit and finding.status != "skip" else ""
+    if finding.status == "skip":
+        return
+    limit = f" (limit {finding.limit})" if finding.limit else ""
     rank = f" on rank {result.rank}" if result.rank is not None else ""
     yield from _wrap(
         f"{finding.status.upper():<{LABEL_WIDTH}}{check.name:<{NAME_WIDTH}}{finding.measured}{limit}{rank}"
     )
-    if finding.status in ("pass", "skip"):
+    if finding.status == "pass":
         return
     details = {
         "severity": f"{check.severity}: {check.meaning}",
@@ -114,6 +113,11 @@ def result_lines(result: CheckResult) -> Iterator[str]:
 
 
 def verdict_lines(report: DiagnosisReport) -> Iterator[str]:
+    reasons: dict[str, list[str]] = {}
+    for result in report.with_status("skip"):
+        reasons.setdefault(result.finding.measured, []).append(result.check.name)
+    for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        yield from _wrap(f"{'SKIP':<{LABEL_WIDTH}}{', '.join(names)}: {reason}")
     yield ""
     yield from _wrap(f"{'verdict':<{LABEL_WIDTH + NAME_WIDTH}}{report.verdict.upper()}: {report.summary}")
     for number, step in enumerate(report.next_steps):
