@@ -320,7 +320,7 @@ def no_master_weights() -> Any:
 
 def wrong_chunked_loss() -> Any:
     """The last chunk of tokens is left out."""
-    from torchstone.diagnose import kernel_checks
+    from torchstone.diagnosis import kernel_checks
 
     original = kernel_checks.chunked_loss_sum
 

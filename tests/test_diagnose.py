@@ -28,11 +28,11 @@ from torchstone import api
 from torchstone.config import load_config
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows
-from torchstone.diagnose.check import Check, Finding, SkipCheck
-from torchstone.diagnose.checks import CHECKS
-from torchstone.diagnose.report import DiagnosisReport, result_lines
-from torchstone.diagnose.run_checks import run_checks
-from torchstone.diagnose.session import open_diagnosis
+from torchstone.diagnosis.check import Check, Finding, SkipCheck
+from torchstone.diagnosis.checks import CHECKS
+from torchstone.diagnosis.report import DiagnosisReport, result_lines
+from torchstone.diagnosis.run_checks import run_checks
+from torchstone.diagnosis.session import open_diagnosis
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.testing import launch_procs

@@ -22,10 +22,10 @@ from torchstone.data.template import TEMPLATES, ChatTemplate, RenderedConversati
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.data_checks import DATA_CHECKS
-from torchstone.diagnose.sampled_rows import sample_rows
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.data_checks import DATA_CHECKS
+from torchstone.diagnosis.sampled_rows import sample_rows
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.observe.console import Console
 from torchstone.training.run import Run
 from torchstone.training.setup import build_run

@@ -62,10 +62,10 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
-from torchstone.diagnose.checks import CHECKS
-from torchstone.diagnose.report import DiagnosisReport
-from torchstone.diagnose.run_checks import CheckResult, run_checks, select_checks
-from torchstone.diagnose.session import open_diagnosis
+from torchstone.diagnosis.checks import CHECKS
+from torchstone.diagnosis.report import DiagnosisReport
+from torchstone.diagnosis.run_checks import CheckResult, run_checks, select_checks
+from torchstone.diagnosis.session import open_diagnosis
 from torchstone.doctor import collectives, machine
 from torchstone.doctor import environment as environment_report
 from torchstone.doctor.machine import Machine
@@ -656,8 +656,8 @@ def diagnose_with_config(
                 open_diagnosis(config, console, device, ctx, full) as diagnosis,
             ):
                 results = run_checks(diagnosis, checks, on_result)
-            left_out = [] if only else [check.name for check in CHECKS if check not in checks]
-            return DiagnosisReport(results, ctx.world_size, left_out)
+            left_out = [check.name for check in CHECKS if check not in checks]
+            return DiagnosisReport(results, ctx.world_size, left_out, is_selection=bool(only))
 
 
 def generate(

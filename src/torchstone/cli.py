@@ -566,7 +566,7 @@ class Commands:
             as_json: Print unrounded JSON only.
         """
         if list_checks:
-            from torchstone.diagnose.checks import CHECKS
+            from torchstone.diagnosis.checks import CHECKS
 
             for check in CHECKS:
                 slow = ", with --full" if check.is_slow else ""
@@ -580,7 +580,7 @@ class Commands:
             return
         heartbeat.begin_startup(of_process=True)
         from torchstone import api
-        from torchstone.diagnose.report import result_lines, verdict_lines
+        from torchstone.diagnosis.report import result_lines, verdict_lines
 
         is_main = os.environ.get("RANK", "0") == "0"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from torchstone.diagnose.session import Diagnosis
+    from torchstone.diagnosis.session import Diagnosis
 
 Status = Literal["pass", "warn", "fail", "skip"]
 # critical: what is trained is not what was asked for. major: it trains, but worse or on less. minor: worth a look.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchstone.diagnose.restore import refresh_copies, restored
+from torchstone.diagnosis.restore import refresh_copies, restored
 from torchstone.parallel.local_shards import local_shards
 from torchstone.training.run import Run
 from torchstone.tuning.lora import LORA_B, is_adapter_parameter, split_parameter_name

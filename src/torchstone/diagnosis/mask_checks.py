@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX, ROW_FORMATS, TEXT_FORMATS, RowFormat
-from torchstone.diagnose.batch_checks import check_label_shift
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.sampled_rows import (
+from torchstone.diagnosis.batch_checks import check_label_shift
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.sampled_rows import (
     MAX_WRONG,
     Document,
     SampledRow,
@@ -30,12 +30,12 @@ from torchstone.diagnose.sampled_rows import (
     sample_rows,
     sample_sequences,
 )
-from torchstone.diagnose.turns import Turn
+from torchstone.diagnosis.turns import Turn
 from torchstone.errors import TorchstoneError
 from torchstone.training.run import Run
 
 if TYPE_CHECKING:
-    from torchstone.diagnose.session import Diagnosis
+    from torchstone.diagnosis.session import Diagnosis
 
 ANSWER_FORMATS: tuple[RowFormat, ...] = (*CHAT_FORMATS, "prompt")
 # Of all rows: more that are truncated fail, not only warn.

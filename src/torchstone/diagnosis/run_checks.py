@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchstone import heartbeat
-from torchstone.diagnose.check import Check, Finding, SkipCheck, Status
-from torchstone.diagnose.restore import clear_gradients
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.check import Check, Finding, SkipCheck, Status
+from torchstone.diagnosis.restore import clear_gradients
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.errors import StoppedBySignal, UsageError, WorkerError
 from torchstone.training.checks import free_device_memory, out_of_memory_reason, ran_out_of_memory
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchstone.diagnose.batch_contents import BatchContents, Place
-from torchstone.diagnose.reference import LossSums, Variant
+from torchstone.diagnosis.batch_contents import BatchContents, Place
+from torchstone.diagnosis.reference import LossSums, Variant
 
 RUNNER = "parallel/runner.py: Runner.forward_backward"
 LOSS = "loss/cross_entropy.py: token_loss_sum, or the loss that model.loss and model.liger choose"

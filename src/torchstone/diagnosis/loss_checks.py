@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchstone.data.loader import StepBatch
-from torchstone.diagnose.check import Finding
-from torchstone.diagnose.hypotheses import find_causes, list_hypotheses
-from torchstone.diagnose.isolation import MASKS, find_leak
-from torchstone.diagnose.restore import clear_gradients
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.check import Finding
+from torchstone.diagnosis.hypotheses import find_causes, list_hypotheses
+from torchstone.diagnosis.isolation import MASKS, find_leak
+from torchstone.diagnosis.restore import clear_gradients
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients
 

@@ -9,12 +9,12 @@ import torch
 
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_model
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.isolation import LEAK_LIMIT, MASKS, measure_leak, short_documents
-from torchstone.diagnose.loss_checks import EXACT_LIMIT, measure_loss, relative
-from torchstone.diagnose.reference import Reference
-from torchstone.diagnose.restore import restored
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.isolation import LEAK_LIMIT, MASKS, measure_leak, short_documents
+from torchstone.diagnosis.loss_checks import EXACT_LIMIT, measure_loss, relative
+from torchstone.diagnosis.reference import Reference
+from torchstone.diagnosis.restore import restored
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.decoder import EMBEDDING, HEAD
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model, NativeModel

@@ -15,8 +15,8 @@ import numpy as np
 
 from torchstone.data.collate import PADDING_DOC_ID
 from torchstone.data.formats import IGNORE_INDEX, TEXT_FORMATS
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.sampled_rows import (
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.sampled_rows import (
     MAX_WRONG,
     Document,
     inspect_command,
@@ -27,7 +27,7 @@ from torchstone.diagnose.sampled_rows import (
 from torchstone.training.run import Run
 
 if TYPE_CHECKING:
-    from torchstone.diagnose.session import Diagnosis
+    from torchstone.diagnosis.session import Diagnosis
 
 SHIFTS = range(-2, 7)
 # A document is shifted if this share of its labels fits a shift, and it has enough labels for that to be no accident.

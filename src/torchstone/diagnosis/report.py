@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchstone import __version__
-from torchstone.diagnose.check import Group, Severity
-from torchstone.diagnose.run_checks import CheckResult
+from torchstone.diagnosis.check import Group, Severity
+from torchstone.diagnosis.run_checks import CheckResult
 from torchstone.errors import CheckpointError, DataError, NumericalError, TorchstoneError
 
 SEVERITIES: tuple[Severity, ...] = ("critical", "major", "minor")
@@ -23,7 +23,7 @@ WHERE_TO_LOOK: dict[Group, str] = {
     "gradients": "the loss is right but the update is not: look at the backward pass and at the reduction over ranks",
     "optimizer": "the gradients are not applied as configured: look at optim.* and training.precision",
     "model": "what is computed or saved is not the model that you named: look at model.* and the checkpoint",
-    "learning": "the model does not learn: check optim.learning_rate, then what is trained (tuning.*)",
+    "learning": "the model does not learn: check optim.learning_rate, what is trained (tuning.*), then the optimizer",
 }  # fmt: skip
 WHAT_REMAINS = (
     "the mechanics of training are right. If results still disappoint, look at the hyperparameters (learning rate, "
@@ -35,11 +35,13 @@ LABEL_WIDTH, NAME_WIDTH = 6, 20
 
 @dataclass(frozen=True)
 class DiagnosisReport:
-    """`ranks`: of the run that was checked. `left_out`: names of checks that only --full runs."""
+    """`ranks`: of the run that was checked. `left_out`: names of checks that were not run, because only --full runs
+    them, or with `is_selection` because they were not asked for."""
 
     results: Sequence[CheckResult]
     ranks: int
     left_out: Sequence[str] = ()
+    is_selection: bool = False
 
     def with_status(self, status: str) -> list[CheckResult]:
         """The worst first, and of equal ones the earliest."""
@@ -66,12 +68,14 @@ class DiagnosisReport:
         ran = len([result for result in self.results if result.finding.status != "skip"])
         if failed:
             return f"{len(failed)} of {ran} checks failed: {names}"
-        return f"all {ran} checks passed" + (f", {len(warned)} with a warning: {names}" if warned else "")
+        return f"{ran} of {ran} checks passed" + (f", {len(warned)} with a warning: {names}" if warned else "")
 
     @property
     def next_steps(self) -> list[str]:
         failed = self.with_status("fail")
         if not failed:
+            if self.is_selection:
+                return [f"these are only some of the checks: {len(self.left_out)} were not run"]
             return [WHAT_REMAINS, *([f"--full also runs {', '.join(self.left_out)}"] if self.left_out else [])]
         groups = dict.fromkeys(result.check.group for result in failed)
         return [*(WHERE_TO_LOOK[group] for group in groups), COMPARE]

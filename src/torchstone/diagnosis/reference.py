@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchstone.diagnose.batch_contents import NO_LABEL, Document
+from torchstone.diagnosis.batch_contents import NO_LABEL, Document
 from torchstone.models.model import Model
 from torchstone.parallel.mesh import ParallelContext
 

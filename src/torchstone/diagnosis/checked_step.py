@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from torchstone.data.loader import RunData
-from torchstone.diagnose.check import SkipCheck
-from torchstone.diagnose.selected_samples import SelectedSamples, select_data
+from torchstone.diagnosis.check import SkipCheck
+from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
 from torchstone.training.run import Run
 
 # Rows of a micro-batch. Two full micro-steps and a part of a third are enough to see how a step is divided.

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torchstone.checkpoint.load import is_model_folder, resolve_model_folder, tokenizer_files
 from torchstone.checkpoint.transformers_folder import read_hf_config
 from torchstone.data.formats import CHAT_FORMATS, ROW_FORMATS, TEXT_FORMATS, RowFormat
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.mask_checks import ANSWER_FORMATS, generation_prompt
-from torchstone.diagnose.sampled_rows import (
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt
+from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
     MAX_WRONG,
     decode,
@@ -33,7 +33,7 @@ from torchstone.models.model import NativeModel
 from torchstone.training.run import Run
 
 if TYPE_CHECKING:
-    from torchstone.diagnose.session import Diagnosis
+    from torchstone.diagnosis.session import Diagnosis
 
 # A long text is compared in some pieces of this many characters.
 PIECE, MAX_PIECES = 4000, 8

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torchstone.data.collate import MicroBatch
-from torchstone.diagnose.restore import clear_gradients
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.restore import clear_gradients
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.optim.clip import to_local
 from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.training.run import Run

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from torchstone.config.schema import OptimConfig
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.factor_noise import factor_noise
-from torchstone.diagnose.kernel_checks import blocks
-from torchstone.diagnose.restore import restored
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.factor_noise import factor_noise
+from torchstone.diagnosis.kernel_checks import blocks
+from torchstone.diagnosis.restore import restored
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
 from torchstone.optim.clip import to_local
 from torchstone.training.loop import train_loop

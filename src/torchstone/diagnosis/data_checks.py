@@ -14,9 +14,9 @@ import numpy as np
 
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS
 from torchstone.data.samples import Samples
-from torchstone.diagnose.batch_checks import check_label_shift, check_loss_tokens, check_padding
-from torchstone.diagnose.check import Check, Finding, SkipCheck
-from torchstone.diagnose.mask_checks import (
+from torchstone.diagnosis.batch_checks import check_label_shift, check_loss_tokens, check_padding
+from torchstone.diagnosis.check import Check, Finding, SkipCheck
+from torchstone.diagnosis.mask_checks import (
     ANSWER_FORMATS,
     check_cut_answers,
     check_end_of_turn,
@@ -26,7 +26,7 @@ from torchstone.diagnose.mask_checks import (
     check_thinking,
     generation_prompt,
 )
-from torchstone.diagnose.sampled_rows import (
+from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
     SampledRow,
     inspect_command,
@@ -34,7 +34,7 @@ from torchstone.diagnose.sampled_rows import (
     sequence_numbers,
     train_parts,
 )
-from torchstone.diagnose.tokenizer_checks import (
+from torchstone.diagnosis.tokenizer_checks import (
     check_double_bos,
     check_id_range,
     check_model_tokenizer,
@@ -47,7 +47,7 @@ from torchstone.diagnose.tokenizer_checks import (
 from torchstone.training.run import Run
 
 if TYPE_CHECKING:
-    from torchstone.diagnose.session import Diagnosis
+    from torchstone.diagnosis.session import Diagnosis
 
 # Shares of the tokens, validation rows and rows: a warning above the first, a failure above the second.
 MAX_COPIES, MANY_COPIES = 0.1, 0.5

@@ -9,9 +9,9 @@ import numpy as np
 
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
-from torchstone.diagnose.batch_contents import NO_LABEL, Document
-from torchstone.diagnose.check import SkipCheck
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.batch_contents import NO_LABEL, Document
+from torchstone.diagnosis.check import SkipCheck
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.run import Run
 
 # Relative. Tokens that must not matter change at most the order of additions.

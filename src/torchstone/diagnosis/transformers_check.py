@@ -19,12 +19,12 @@ from torchstone.checkpoint.load import is_tuned_folder, resolve_model_folder
 from torchstone.checkpoint.save import save_model
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
 from torchstone.checkpoint.transformers_folder import capture_warnings
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.factor_noise import without_factors
-from torchstone.diagnose.kernel_checks import blocks
-from torchstone.diagnose.loss_checks import agreement
-from torchstone.diagnose.reference import compute_logits
-from torchstone.diagnose.session import Diagnosis, on_first_rank
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.factor_noise import without_factors
+from torchstone.diagnosis.kernel_checks import blocks
+from torchstone.diagnosis.loss_checks import agreement
+from torchstone.diagnosis.reference import compute_logits
+from torchstone.diagnosis.session import Diagnosis, on_first_rank
 from torchstone.models.model import NativeModel
 
 # Of the largest logit. In fp32 deep models differ by 1e-5.

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 
 from torchstone.config.schema import CheckpointConfig, Config, DebugConfig, ObserveConfig, ParallelConfig
 from torchstone.data.loader import RunData, StepBatch
-from torchstone.diagnose.batch_contents import BatchContents, Document, read_contents, step_documents
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.checked_step import CheckedStep, choose_step
-from torchstone.diagnose.factor_noise import add_factor_noise
-from torchstone.diagnose.reference import LossSums, Reference
-from torchstone.diagnose.restore import restored
+from torchstone.diagnosis.batch_contents import BatchContents, Document, read_contents, step_documents
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.checked_step import CheckedStep, choose_step
+from torchstone.diagnosis.factor_noise import add_factor_noise
+from torchstone.diagnosis.reference import LossSums, Reference
+from torchstone.diagnosis.restore import restored
 from torchstone.models.attention import VARLEN_BACKENDS
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext

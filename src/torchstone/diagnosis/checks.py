@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from torchstone.diagnose.check import Check
-from torchstone.diagnose.data_checks import DATA_CHECKS
-from torchstone.diagnose.gradient_checks import check_frozen, check_gradients, check_reduction, check_replicas
-from torchstone.diagnose.kernel_checks import check_attention_kernel, check_fused_loss, check_mixed_precision
-from torchstone.diagnose.learning_checks import check_learning_rate, check_one_sample, check_small_batch
-from torchstone.diagnose.loss_checks import check_contents, check_loss
-from torchstone.diagnose.model_checks import check_documents, check_evaluation, check_saved_model
-from torchstone.diagnose.optimizer_checks import (
+from torchstone.diagnosis.check import Check
+from torchstone.diagnosis.data_checks import DATA_CHECKS
+from torchstone.diagnosis.gradient_checks import check_frozen, check_gradients, check_reduction, check_replicas
+from torchstone.diagnosis.kernel_checks import check_attention_kernel, check_fused_loss, check_mixed_precision
+from torchstone.diagnosis.learning_checks import check_learning_rate, check_one_sample, check_small_batch
+from torchstone.diagnosis.loss_checks import check_contents, check_loss
+from torchstone.diagnosis.model_checks import check_documents, check_evaluation, check_saved_model
+from torchstone.diagnosis.optimizer_checks import (
     check_dtypes,
     check_schedule,
     check_swallowed_updates,
     check_weight_decay,
 )
-from torchstone.diagnose.rank_checks import check_random_numbers
-from torchstone.diagnose.split_checks import check_accumulation, check_last_step, check_packing, check_world_size
-from torchstone.diagnose.transformers_check import check_transformers
+from torchstone.diagnosis.rank_checks import check_random_numbers
+from torchstone.diagnosis.split_checks import check_accumulation, check_last_step, check_packing, check_world_size
+from torchstone.diagnosis.transformers_check import check_transformers
 
 CHECKS: tuple[Check, ...] = (
     *DATA_CHECKS,

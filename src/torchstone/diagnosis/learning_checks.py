@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from torchstone.data.loader import RunData
-from torchstone.diagnose.batch_contents import step_documents
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.checked_step import step_tokens
-from torchstone.diagnose.lowest_loss import lowest_loss
-from torchstone.diagnose.selected_samples import SelectedSamples, select_data
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.batch_contents import step_documents
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.checked_step import step_tokens
+from torchstone.diagnosis.lowest_loss import lowest_loss
+from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.errors import NumericalError
 from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run
@@ -24,8 +24,8 @@ from torchstone.training.step import compute_gradients, optimizer_step
 
 # The range test: from the first learning rate to the last, by this factor each step.
 FIRST_RATE, LAST_RATE, GROWTH = 1e-5, 10.0, 1.6
-# The loss blows up when it has lost half of what it gained, and this share of what it was.
-LOST_GAIN, MIN_LOSS_RISE = 0.5, 0.1
+# The loss blows up when it has lost half of what it gained, and this much, and this share of what it was.
+LOST_GAIN, MIN_RISE, MIN_SHARE = 0.5, 0.1, 0.1
 # A learning rate this many times the one at which the loss blows up is no use; a smaller one is tried, for some steps.
 TOO_LARGE, DIRECT_STEPS = 10.0, 12
 # Memorizing: tokens of a sample, samples of the small batch, steps.
@@ -34,6 +34,8 @@ MAX_TOKENS, MIN_TOKENS, SMALL_BATCH, MAX_STEPS = 64, 24, 4, 100
 RATE_SHARES, MAX_RATE = (0.1, 0.3, 0.03), 1e-2
 # By default, of each check.
 MAX_SECONDS = 30.0
+# A loss below it cannot be halved in any useful sense.
+KNOWN_BY_HEART = 1e-3
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Goal:
 
     def is_reached(self, losses: list[float]) -> bool:
         first, last = losses[0] - self.lowest, losses[-1] - self.lowest
-        return last < self.loss and last < self.share * first
+        return last < self.loss and last < max(self.share * first, KNOWN_BY_HEART)
 
     @property
     def limit(self) -> str:
@@ -96,7 +98,7 @@ def blow_up_rate(diagnosis: Diagnosis) -> float:
 
 def has_blown_up(losses: list[float]) -> bool:
     first, lowest = losses[0], min(losses)
-    return not losses[-1] <= lowest + max(LOST_GAIN * (first - lowest), MIN_LOSS_RISE * first)
+    return not losses[-1] <= lowest + max(LOST_GAIN * (first - lowest), MIN_RISE, MIN_SHARE * first)
 
 
 def train_at(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstone.diagnose.check import Finding, SkipCheck, Status
-from torchstone.diagnose.factor_noise import factor_noise
-from torchstone.diagnose.gradients import (
+from torchstone.diagnosis.check import Finding, SkipCheck, Status
+from torchstone.diagnosis.factor_noise import factor_noise
+from torchstone.diagnosis.gradients import (
     EXACT_GRADIENT_LIMIT,
     GradientError,
     compute_step,
@@ -21,10 +21,10 @@ from torchstone.diagnose.gradients import (
     run_micro_batches,
     total_norm,
 )
-from torchstone.diagnose.hypotheses import Hypothesis, document_weights, list_hypotheses
-from torchstone.diagnose.loss_checks import agreement, relative
-from torchstone.diagnose.restore import clear_gradients
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.hypotheses import Hypothesis, document_weights, list_hypotheses
+from torchstone.diagnosis.loss_checks import agreement, relative
+from torchstone.diagnosis.restore import clear_gradients
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
 from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.training.run import Run

@@ -30,8 +30,8 @@ from torchstone.data.sources import (
     read_chunks,
     size_on_disk,
 )
-from torchstone.diagnose.check import SkipCheck
-from torchstone.diagnose.turns import Turn, read_turns
+from torchstone.diagnosis.check import SkipCheck
+from torchstone.diagnosis.turns import Turn, read_turns
 from torchstone.training.run import Run
 
 # Of a source: rows, and the chunks of about 2 MB they are from. Each of many sources has less, but at least MIN_ROWS.

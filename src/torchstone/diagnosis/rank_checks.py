@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.session import Diagnosis
 
 
 def check_random_numbers(diagnosis: Diagnosis) -> Finding:

@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchstone.diagnose.batch_contents import NO_LABEL
-from torchstone.diagnose.check import Finding, SkipCheck, Status
-from torchstone.diagnose.factor_noise import factor_noise
-from torchstone.diagnose.gradients import (
+from torchstone.diagnosis.batch_contents import NO_LABEL
+from torchstone.diagnosis.check import Finding, SkipCheck, Status
+from torchstone.diagnosis.factor_noise import factor_noise
+from torchstone.diagnosis.gradients import (
     EXACT_GRADIENT_LIMIT,
     compute_step,
     gradient_errors,
     largest_difference,
     take_gradients,
 )
-from torchstone.diagnose.hypotheses import document_weights
-from torchstone.diagnose.loss_checks import EXACT_LIMIT, agreement, relative
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.hypotheses import document_weights
+from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement, relative
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.loss.chunked import chunked_loss_sum
 from torchstone.loss.fused import fused_loss_sum
 from torchstone.models.decoder import Block

@@ -14,21 +14,21 @@ from torch import Tensor
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import RunData, StepBatch
-from torchstone.diagnose.batch_contents import read_contents, step_documents
-from torchstone.diagnose.check import Finding, SkipCheck
-from torchstone.diagnose.gradients import (
+from torchstone.diagnosis.batch_contents import read_contents, step_documents
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.gradients import (
     EXACT_GRADIENT_LIMIT,
     GradientError,
     largest_difference,
     run_micro_batches,
     take_gradients,
 )
-from torchstone.diagnose.hypotheses import find_causes, list_hypotheses
-from torchstone.diagnose.isolation import short_documents
-from torchstone.diagnose.loss_checks import EXACT_LIMIT, agreement, relative, worst_of_ranks, wrong_divisors
-from torchstone.diagnose.reference import LossSums
-from torchstone.diagnose.selected_samples import SelectedSamples, select_data
-from torchstone.diagnose.session import Diagnosis
+from torchstone.diagnosis.hypotheses import find_causes, list_hypotheses
+from torchstone.diagnosis.isolation import short_documents
+from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement, relative, worst_of_ranks, wrong_divisors
+from torchstone.diagnosis.reference import LossSums
+from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
+from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run
 from torchstone.training.step import compute_gradients
