@@ -681,8 +681,10 @@ class Chat:
         self.last = generate_text(
             self.model, self.tokenizer, prompt, self.max_new_tokens, self.sampling, self.generator, on_text
         )
-        self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
-        return self.last.text
+        # A template may put a space before it, which is then part of its first token.
+        answer = self.last.text.lstrip(" ")
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
