@@ -498,8 +498,8 @@ class SystemConfig:
 @dataclass(frozen=True)
 class DebugConfig:
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    """If a loss or gradient is NaN or infinite: stop with exit code 5; skip the batch, as if it were not in the data; or
-    go back to the last checkpoint and leave out the data since then."""
+    """If a loss or gradient is NaN or infinite: stop with exit code 5; skip the batch, as if it were not in the data;
+    or roll back to the last checkpoint and leave out the data since then."""
 
     on_spike: Literal["off", "warn", "stop", "skip", "rollback"] = "warn"
     """If a loss is far above the recent ones: stop, skip or rollback, as for on_nan; or warn and apply the update."""
