@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from exact_runs import exact_metrics, saved_tensors
+from exact_runs import StopAt, exact_metrics, saved_tensors
 from test_defaults import DelayedLog
 from torchstone import api
-from torchstone.checkpoint.manifest import checkpoint_name
 from torchstone.checkpoint.save import hf_name
 from torchstone.config.schema import DebugConfig
 from torchstone.data.collate import MicroBatch
-from torchstone.errors import NumericalError, UsageError
+from torchstone.errors import NumericalError, StoppedBySignal, UsageError
+from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.decoder import MLP, Attention
 from torchstone.observe.metrics import read_metrics
 from torchstone.optim.clip import to_local
+from torchstone.parallel import runner as runner_module
 from torchstone.parallel.runner import Runner
-from torchstone.testing import launch_procs
-from torchstone.training import loop, step
+from torchstone.testing import RankFailure, launch_procs
+from torchstone.training import loop, nan_report, step, step_log
 from torchstone.training.bad_steps import MIN_LOSSES, loss_limit
 from torchstone.training.nan_dump import read_dump
 from torchstone.training.run import Callback, Run
@@ -59,6 +61,9 @@ class Plant(Callback):
 
     def _plant(self, module: Any) -> Any:
         mlp: MLP = module.layers["1"].mlp
+        if self.where == "adapter":
+            factor = next(p for name, p in mlp.named_parameters() if name.endswith("lora_B"))
+            return factor.register_hook(lambda gradient: torch.full_like(gradient, self.value))
         attention: Attention = module.layers["1"].attention
         if self.where == "weight":
             return mlp.down.weight.register_hook(lambda gradient: torch.full_like(gradient, self.value))
@@ -71,6 +76,9 @@ class Plant(Callback):
         if self.where == "logits":
             return module.norm.register_forward_hook(lambda _, args, output: output * self.value)
         return mlp.down.register_forward_hook(lambda _, args, output: output * self._in_second_micro_batch())
+
+    def again(self) -> Plant:
+        return Plant(self.where, *self.steps, value=self.value)
 
     def _in_second_micro_batch(self) -> float:
         running = self.runner.running
@@ -163,66 +171,102 @@ def test_weights_and_moments_are_those_before_the_step_also_if_the_next_one_has_
     assert [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
-def test_a_skipped_batch_is_as_if_it_were_not_in_the_data(settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    skipped = plain(settings, tmp_path / "a", range(16), debug__on_nan="skip")
-    api.train(None, skipped, callbacks=[Plant("weight", 3, 4)])
-    rest = [number for number in range(16) if number not in (4, 5, 6, 7)]
-    api.train(None, plain(settings, tmp_path / "b", rest))
-    a, b = tmp_path / "a/run", tmp_path / "b/run"
-    assert saved_tensors(a, 6) == saved_tensors(b, 6)
-    ignored = ("samples", "epoch")
-    assert [{k: v for k, v in line.items() if k not in ignored} for line in exact_metrics(a)] == [
-        {k: v for k, v in line.items() if k not in ignored} for line in exact_metrics(b)
-    ]
-    lines = read_metrics(a / "metrics.jsonl")
-    assert [line["skipped_steps"] for line in lines] == [0, 0, 2, 2, 2, 2]
-    assert [line["samples"] for line in lines] == [2, 2, 6, 2, 2, 2]
+def two_folders(folder: Path) -> tuple[Path, Path]:
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    return folder / "a", folder / "b"
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """But for `epoch`, which counts what is drawn."""
+    return [{key: value for key, value in line.items() if key != "epoch"} for line in exact_metrics(folder / "run")]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_skipped_batch_is_as_if_it_were_not_in_the_data(
+    method: str, settings: Settings, tmp_path: Path, base_run: Path
+) -> None:
+    """Bit for bit; also for LoRA with dropout, and for what happens every n samples."""
+    a, b = two_folders(tmp_path)
+    changes: dict[str, Any] = {"data__validation_path": rows(tmp_path / "v.jsonl", range(4))}
+    changes |= {"training__validate_every_samples": 4, "training__validate_at_end": False}
+
+    def values(folder: Path, numbers: Any, **more: Any) -> dict[str, Any]:
+        made = plain(settings, folder, numbers, **changes, **more)
+        if method == "lora":
+            made = {key: value for key, value in made.items() if not key.startswith("model.")}
+            made |= {"model.path": str(base_run), "tuning.method": "lora", "tuning.lora_dropout": 0.2}
+        return made
+
+    skipped = values(a, range(16), debug__on_nan="skip")
+    plant = Plant("weight", 3, 4) if method == "full" else Plant("adapter", 3, 4)
+    api.train(None, skipped, callbacks=[plant])
+    api.train(None, values(b, [number for number in range(16) if number not in (4, 5, 6, 7)]))
+    assert saved_tensors(a / "run", 6) == saved_tensors(b / "run", 6)
+    assert metrics_of(a) == metrics_of(b)
+    assert [line["skipped_steps"] for line in read_metrics(a / "run/metrics.jsonl")] == [0, 0, 2, 2, 2, 2]
+    # Both skips are of step 3, and each has its files.
+    assert len(list((a / "run").glob("nan_grad_step_3*.pt"))) == 2
     # Resumed after the skip, bit for bit.
     part = skipped | {"output_dir": str(tmp_path / "part")}
-    api.train(None, part, callbacks=[Plant("weight", 3, 4), StopAfter(4)])
+    api.train(None, part, callbacks=[plant.again(), StopAt(3)])
     api.train(None, part)
-    assert saved_tensors(tmp_path / "part", 6) == saved_tensors(a, 6)
+    assert saved_tensors(tmp_path / "part", 6) == saved_tensors(a / "run", 6)
+    assert exact_metrics(tmp_path / "part") == exact_metrics(a / "run")
 
 
-class StopAfter(Callback):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == self.number:
-            run.stop("test")
-
-
-def test_an_epoch_with_skipped_batches_ends_earlier_and_is_saved(settings: Settings, tmp_path: Path) -> None:
-    values = plain(settings, tmp_path, range(10), debug__on_nan="skip", training__max_epochs=1)
-    values |= {"training.max_steps": None, "checkpoint.every_steps": 100}
-    result = api.train(None, values, callbacks=[Plant("weight", 2, 5)])
-    assert (result.step, result.checkpoint) == (3, tmp_path / "run/checkpoints" / checkpoint_name(3))
-    assert [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+@pytest.mark.parametrize("mode", ["epochs", "tokens"])
+def test_a_run_with_skipped_batches_is_as_long_and_has_the_same_learning_rates(
+    mode: str, settings: Settings, tmp_path: Path
+) -> None:
+    a, b = two_folders(tmp_path)
+    changes: dict[str, Any] = {"training__max_steps": None, "checkpoint__every_steps": 100}
+    changes["training__max_epochs" if mode == "epochs" else "training__max_tokens"] = 1 if mode == "epochs" else 1000
+    # The last step, too, is skipped.
+    result = api.train(
+        None, plain(settings, a, range(10), debug__on_nan="skip", **changes), callbacks=[Plant("weight", 2, 6)]
+    )
+    other = api.train(None, plain(settings, b, range(10), **changes))
+    assert result.step == other.step == 5
+    assert result.checkpoint is not None
+    lines, others = read_metrics(a / "run/metrics.jsonl"), read_metrics(b / "run/metrics.jsonl")
+    assert [line["lr"] for line in lines] == [line["lr"] for line in others]
+    assert lines[-1]["total_tokens"] == others[-1]["total_tokens"] == 1000
+    assert lines[-1]["epoch"] == pytest.approx(1.4)
 
 
 def test_too_many_bad_batches_in_a_row_end_the_run(settings: Settings, tmp_path: Path) -> None:
-    values = plain(settings, tmp_path, range(16), debug__on_nan="skip", debug__max_bad_steps=2)
-    with pytest.raises(NumericalError, match="3 bad batches in a row are more than debug.max_bad_steps 2"):
-        api.train(None, values, callbacks=[Plant("weight", 2, 4, 5, 6)])
-    assert len(list((tmp_path / "run").glob("nan_grad_step_*.pt"))) == 2, "one for each step"
+    values = plain(settings, tmp_path, range(20), debug__on_nan="skip", debug__max_bad_steps=2)
+    with pytest.raises(NumericalError, match=r"more than 2 bad batches in a row \(debug.max_bad_steps\)") as caught:
+        api.train(None, values, callbacks=[Plant("weight", 2, 4, 6, 7, 8)])
+    # Three steps are looked into.
+    assert "not repeated to find the cause, as 3 steps were" in str(caught.value)
+    assert len(list((tmp_path / "run").glob("nan_grad_step_*.pt"))) == 3
 
 
 def test_a_rollback_leaves_out_the_data_since_the_checkpoint(settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+    a, b = two_folders(tmp_path)
     # Steps 3 and 4 come after the checkpoint of step 2; the rows of both are left out.
-    api.train(
-        None, plain(settings, tmp_path / "a", range(16), debug__on_nan="rollback"), callbacks=[Plant("weight", 4)]
-    )
-    rest = [number for number in range(16) if number not in (4, 5, 6, 7)]
-    api.train(None, plain(settings, tmp_path / "b", rest))
-    assert saved_tensors(tmp_path / "a/run", 6) == saved_tensors(tmp_path / "b/run", 6)
-    lines = read_metrics(tmp_path / "a/run/metrics.jsonl")
+    api.train(None, plain(settings, a, range(16), debug__on_nan="rollback"), callbacks=[Plant("weight", 4)])
+    api.train(None, plain(settings, b, [number for number in range(16) if number not in (4, 5, 6, 7)]))
+    assert saved_tensors(a / "run", 6) == saved_tensors(b / "run", 6)
+    lines = read_metrics(a / "run/metrics.jsonl")
     assert [(line["step"], line["rollbacks"]) for line in lines] == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]
-    assert "on from sample 8: the data before it is left out" in (tmp_path / "a/run/logs/rank-0.log").read_text()
+    log = (a / "run/logs/rank-0.log").read_text()
+    assert "on from sample 8: the data before is left out" in log
+    assert "changed since" not in log, "no setting has changed"
+
+
+def test_a_signal_before_a_rollback_is_not_lost(settings: Settings, tmp_path: Path) -> None:
+    class Signal(Plant):
+        def on_step_begin(self, run: Run, number: int) -> None:
+            super().on_step_begin(run, number)
+            if self.attempts == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    values = plain(settings, tmp_path, range(16), debug__on_nan="rollback")
+    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM after step 2, saved in"):
+        api.train(None, values, callbacks=[Signal("weight", 4)])
 
 
 def test_rollbacks_to_several_checkpoints_are_counted_once_each(settings: Settings, tmp_path: Path) -> None:
@@ -241,7 +285,7 @@ def test_rollbacks_to_several_checkpoints_are_counted_once_each(settings: Settin
 
 def test_a_run_that_only_goes_back_ends(settings: Settings, tmp_path: Path) -> None:
     values = plain(settings, tmp_path, range(40), debug__on_nan="rollback", debug__max_bad_steps=2)
-    with pytest.raises(NumericalError, match="the run went back to the same checkpoint 2 times"):
+    with pytest.raises(NumericalError, match="going back to the same checkpoint 2 times has not helped"):
         api.train(None, values, callbacks=[Plant("weight", 4, 6, 7, 8, 9, 10)])
 
 
@@ -258,23 +302,58 @@ class TestSpikes:
         losses = [11 * math.exp(-i / 10) + 1 for i in range(64)]
         assert all(losses[i] <= loss_limit(losses[max(0, i - 64) : i], DebugConfig()) for i in range(1, 64))
 
-    @pytest.mark.parametrize("policy", ["warn", "skip", "stop"])
+    @pytest.mark.parametrize("policy", ["warn", "skip", "rollback", "stop"])
     def test_what_happens_at_a_spike(self, policy: str, settings: Settings, tmp_path: Path) -> None:
         values = plain(settings, tmp_path, range(60), debug__on_spike=policy, training__max_steps=22)
         values |= {"optim.schedule": "constant", "checkpoint.every_steps": 100}
         plant = Plant("logits", 20, value=1000.0)
         if policy == "stop":
             with pytest.raises(
-                NumericalError, match=r"step 20: loss .* is a spike, more than .*\n  its rows: .*60\.jsonl:39 "
+                NumericalError, match=r"step 20: loss .* is a spike, more than .*; its rows: .*60\.jsonl:39 "
             ):
                 api.train(None, values, callbacks=[plant])
             return
         api.train(None, values, callbacks=[plant])
         last = read_metrics(tmp_path / "run/metrics.jsonl")[-1]
-        assert (last["loss_spikes"], last["skipped_steps"]) == ((1, 0) if policy == "warn" else (0, 1))
+        counts = {"warn": (1, 0, 0), "skip": (0, 1, 0), "rollback": (0, 0, 1)}[policy]
+        assert (last["loss_spikes"], last["skipped_steps"], last["rollbacks"]) == counts
         moved = [not torch.equal(w, plant.weights[21][name]) for name, w in plant.weights[20].items()]
-        assert all(moved) if policy == "warn" else not any(moved)
+        assert not any(moved) if policy == "skip" else all(moved)
         assert not list((tmp_path / "run").glob("nan_*")), "a spike has no dump"
+
+    def test_the_device_leaves_out_the_update_of_a_spike(
+        self, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loop, "StepLog", DelayedLog)
+        values = plain(settings, tmp_path, range(60), debug__on_spike="stop", training__max_steps=22)
+        values |= {"checkpoint.every_steps": 100}
+        plant = Plant("logits", 20, value=1000.0)
+        with pytest.raises(NumericalError, match="step 20: loss .* is a spike"):
+            api.train(None, values, callbacks=[plant])
+        assert plant.attempts == 21
+        for name, parameter in plant.runner.model.named_parameters():
+            assert torch.equal(parameter, plant.weights[20][name]), name
+
+    def test_what_a_spike_is_compared_with(
+        self, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not skipped losses, and not the one just before; also after a resume, and if numbers are read later."""
+        seen: list[list[float]] = []
+
+        def record(losses: list[float], debug: DebugConfig) -> float:
+            seen.append(list(losses))
+            return math.inf
+
+        monkeypatch.setattr(step_log, "loss_limit", record)
+        values = plain(settings, tmp_path, range(20), debug__on_nan="skip")
+        api.train(None, values, callbacks=[Plant("logits", 3), StopAt(4)])
+        api.train(None, values)
+        losses = [line["loss"] for line in read_metrics(tmp_path / "run/metrics.jsonl")]
+        assert seen == [losses[:n] for n in (0, 0, 1, 1, 2, 3, 4)]
+        monkeypatch.setattr(loop, "StepLog", DelayedLog)
+        seen.clear()
+        api.train(None, values | {"debug.on_nan": "stop", "output_dir": str(tmp_path / "delayed")})
+        assert [len(each) for each in seen] == [0, 0, 1, 2, 3, 4]
 
 
 @pytest.fixture(scope="module")
@@ -323,22 +402,46 @@ class TestDumps:
         code, out, err = torchstone("debug", "show", str(run / name))
         assert code == 0, err
         assert f"first bad module: {DOWN}: the gradient of its weight" in out
-        summary = json.loads(torchstone("debug", "show", str(run / name), "--json")[1])
+        out = torchstone("debug", "show", str(run / name), "--json")[1]
+        # JSON has no NaN.
+        summary = json.loads(out, parse_constant=pytest.fail)
+        assert summary["grad_norm"] == "nan"
         assert summary["bad_gradients"] == [f"{DOWN}.weight"]
         (kind,) = {"model", "gradients"} & summary["tensors"].keys()
         bad = {each["name"]: each["nan"] for each in summary["tensors"][kind] if each["nan"]}
         assert bad == ({} if kind == "model" else {f"{DOWN}.weight": 128 * 32})
 
-    def test_a_file_with_code_is_not_executed(self, tmp_path: Path) -> None:
-        class Code:
-            def __reduce__(self) -> Any:
-                return os.mkdir, (str(tmp_path / "executed"),)
+    @pytest.mark.parametrize("what", ["code", "pointers", "weights", "text"])
+    def test_another_file_is_refused_and_not_executed(self, what: str, run: Path, tmp_path: Path) -> None:
+        class Call:
+            def __init__(self, function: Any, *args: Any) -> None:
+                self.reduced = function, args
 
-        path = tmp_path / "nan_debug_step_1.pkl"
-        path.write_bytes(pickle.dumps({"parameters": Code()}))
-        with pytest.raises(UsageError, match="neither an array nor a plain value"):
+            def __reduce__(self) -> Any:
+                return self.reduced
+
+        path = tmp_path / ("nan_debug_step_1.pkl" if what != "weights" else "nan_grad_step_1.pt")
+        dump = pickle.loads((run / "debug/nan_debug_step_2.pkl").read_bytes())
+        if what == "code":
+            path.write_bytes(pickle.dumps(dump | {"parameters": Call(os.mkdir, str(tmp_path / "executed"))}))
+        elif what == "pointers":
+            objects = Call(np.ndarray, (1,), np.dtype("O"), b"A" * 8)
+            path.write_bytes(pickle.dumps(dump | {"gradients": {"x": objects}}, protocol=4))
+        elif what == "weights":
+            torch.save({"weight": torch.ones(2)}, path)
+        else:
+            path.write_text("text")
+        with pytest.raises(UsageError, match="is not a dump: "):
             read_dump(path)
         assert not (tmp_path / "executed").exists()
+
+    def test_a_disk_that_refuses_the_files_does_not_hide_the_report(self, settings: Settings, tmp_path: Path) -> None:
+        values = plain(settings, tmp_path, range(12))
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/debug").write_text("a file where the folder should be")
+        with pytest.raises(NumericalError, match=f"first bad module: {DOWN}.*The tensors could not be written: "):
+            api.train(None, values, callbacks=[Plant("weight", 1)])
+        assert "NaN GRADIENT DETECTED" in (tmp_path / "run/logs/rank-0.log").read_text()
 
     @pytest.mark.parametrize("limit", ["100KB", "0"])
     def test_its_size_is_limited(self, limit: str, settings: Settings, tmp_path: Path) -> None:
@@ -349,11 +452,114 @@ class TestDumps:
         if limit == "0":
             assert not files
             return
-        # Both have the bad gradient and its weight first; ids and names come on top.
-        assert sum(file.stat().st_size for file in files) < 130_000
+        # The bad gradient and its weight come first. The batch is besides: 200 tokens of four tensors.
+        assert sum(file.stat().st_size for file in files) < 100_000 + 200 * 4 * 8 + 25_000
         dump = read_dump(tmp_path / "run/debug/nan_debug_step_1.pkl")
         assert f"{DOWN}.weight" in dump["gradients"]
         assert dump["omitted"]["parameters"]
+
+
+def first_bad_module(values: dict[str, Any], rank: int, module: str, where: str) -> str:
+    """On every rank: trains until a module of `rank` has a bad output, or makes a bad gradient; returns the error."""
+
+    class Hook(Callback):
+        def on_start(self, run: Run) -> None:
+            named = {name: each for part in run.model.model_parts for name, each in part.named_modules()}
+            if run.ctx.rank != rank or module not in named:
+                return
+
+            def hook(_: Any, args: Any, output: Tensor) -> Tensor | None:
+                if where == "output":
+                    return output * math.nan
+                output.register_hook(lambda gradient: gradient * math.nan)
+                return None
+
+            named[module].register_forward_hook(hook)
+
+    with pytest.raises(NumericalError) as caught:
+        api.train(None, values, callbacks=[Hook()])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "module", "where", "expected"),
+    [
+        # All ranks see the NaN later, but it begins on rank 1.
+        ("tp", 1, "layers.0.attention", "output", "model.layers.0.self_attn: its output (rank 1"),
+        ("tp", 1, "layers.1.mlp.down", "output", "model.layers.1.mlp.down_proj: its output (rank 1"),
+        ("dp_shard", 1, "layers.0.mlp.up", "output", "model.layers.0.mlp.up_proj: its output (rank 1"),
+        ("pp", 0, "layers.0.mlp", "output", "model.layers.0.mlp: its output (rank 0)"),
+        ("pp", 1, "layers.1.mlp.down", "output", "model.layers.1.mlp.down_proj: its output (rank 1)"),
+        # The first stage gets a gradient that is bad already.
+        ("pp", 1, "layers.1.attention", "gradient", "model.layers.1.self_attn.o_proj: the gradient of its input"),
+        ("pp", 1, "head", "gradient", "the head or the loss: its gradient (rank 1"),
+    ],
+)
+def test_the_first_bad_module_of_several_ranks(
+    layout: str, rank: int, module: str, where: str, expected: str, settings: Settings
+) -> None:
+    values = settings() | {f"parallel.{layout}": 2}
+    errors = launch_procs(first_bad_module, 2, values, rank, module, where, timeout=120)
+    assert all(f"first bad module: {expected}" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "osft"])
+def test_a_bad_gradient_of_the_loss_is_not_blamed_on_a_module(
+    method: str, settings: Settings, base_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+        logits = logits.view_as(logits)
+        logits.register_hook(lambda gradient: gradient * math.nan)
+        return token_loss_sum(logits, labels)
+
+    monkeypatch.setattr(runner_module, "token_loss_sum", bad_gradient)
+    values = settings()
+    if method != "full":
+        values = {key: value for key, value in values.items() if not key.startswith("model.")}
+        values |= {"model.path": str(base_run), "tuning.method": method}
+    assert "first bad module: the head or the loss: its gradient" in first_bad_module(values, 0, "none", "gradient")
+
+
+def test_a_loss_that_overflows_is_the_loss(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "token_loss_sum", lambda *args: token_loss_sum(*args) * 1e30 * 1e30)
+    error = first_bad_module(settings(), 0, "none", "output")
+    assert "first bad module: the head or the loss: its gradient" in error
+
+
+def test_a_replay_has_the_random_numbers_of_the_step(settings: Settings, tmp_path: Path, base_run: Path) -> None:
+    values = {key: value for key, value in plain(settings, tmp_path, range(8)).items() if not key.startswith("model.")}
+    values |= {"model.path": str(base_run), "tuning.method": "lora", "tuning.lora_dropout": 0.5}
+    outputs: list[Tensor] = []
+
+    class Keep(Plant):
+        def on_step_begin(self, run: Run, number: int) -> None:
+            super().on_step_begin(run, number)
+            outputs.clear()
+            norm = run.model.module.norm
+            self.handles.append(norm.register_forward_hook(lambda _, args, output: outputs.append(output.detach())))
+
+    with pytest.raises(NumericalError):
+        api.train(None, values, callbacks=[Keep("adapter", 2)])
+    first, again = outputs
+    assert torch.equal(first, again)
+
+
+def test_a_replay_that_fails_on_one_rank_does_not_hide_the_nan(settings: Settings, tmp_path: Path) -> None:
+    values = settings() | {"parallel.dp_shard": 2}
+    with pytest.raises(RankFailure) as caught:
+        launch_procs(train_with_a_failing_replay, 2, values, timeout=120)
+    assert "NumericalError: step 1: loss nan" in str(caught.value)
+    assert "the step could not be repeated (out of memory)" in str(caught.value)
+    assert (tmp_path / "run/nan_grad_step_1_rank1.pt").is_file()
+
+
+def train_with_a_failing_replay(values: dict[str, Any]) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    if os.environ["RANK"] == "1":
+        nan_report.find_origin = fail  # type: ignore[assignment]
+    api.train(None, values, callbacks=[Plant("logits", 1)])
 
 
 def train_with_a_planted_nan(values: dict[str, Any], bad_rank: int, bad_step: int) -> dict[str, Any]:

@@ -613,8 +613,10 @@ class TestTemplates:
         assert rendered.text == hf.apply_chat_template(TURNS, chat_template=source, tokenize=False)
         prompt = hf.apply_chat_template(TURNS[:4], chat_template=source, tokenize=False, add_generation_prompt=True)
         assert chat_template.render_prompt(TURNS[:4]) == prompt
+        assert not prompt.endswith(" "), "a model never sees this token before an answer"
         for (start, end), answer in zip(rendered.train_spans, ("Hi", "Bye"), strict=True):
-            assert rendered.text[start:end].startswith(answer)
+            # A space before it is part of the token of its first word, as in generation.
+            assert rendered.text[start:end].lstrip(" ").startswith(answer)
             assert 0 < end - start - len(answer) < 20
 
     def test_a_template_is_a_file_or_a_built_in_name(self, tmp_path: Path) -> None:

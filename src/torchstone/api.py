@@ -180,7 +180,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
         check_same_commits(config, ctx)
         stack.enter_context(run_folder.lock_output_dir(config, ctx))
         console = stack.enter_context(run_folder.open_console(config, ctx, device))
-        rollbacks = Rollbacks(config.debug)
+        rollbacks = Rollbacks(config.debug.max_bad_steps, Path(config.output_dir))
         while True:
             try:
                 return _train_once(config, console, device, ctx, callbacks, rollbacks)
@@ -198,8 +198,8 @@ def _train_once(
     callbacks: Sequence[Callback],
     rollbacks: Rollbacks,
 ) -> TrainResult:
-    """Trains a new run or from its last checkpoint. Raises RollBack if that has to be done again."""
-    run = _build_run(rollbacks.build_config(config), console, device, ctx)
+    """One attempt: a new run, or one from its last checkpoint. Raises RollBack if there must be another one."""
+    run = _build_run(config, console, device, ctx, rollbacks.resume)
     rollbacks.apply(run)
     if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
         step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
@@ -212,7 +212,7 @@ def _train_once(
         # Both models may not fit together.
         del run
         free_device_memory(device)
-        run = _build_run(recomputed, console, device, ctx)
+        run = _build_run(recomputed, console, device, ctx, rollbacks.resume)
         rollbacks.apply(run)
         choose_micro_batch(run, had_to_recompute=True)
     if ctx.is_main:
@@ -231,9 +231,9 @@ def _train_once(
         return result
 
 
-def _build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext) -> Run:
+def _build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext, resume: str | None) -> Run:
     with translate_out_of_memory("loading the model", device, lambda: smaller_state_hint(config)):
-        return build_run(config, console, device, ctx)
+        return build_run(config, console, device, ctx, resume)
 
 
 def _needs_recomputation(run: Run) -> bool:
@@ -733,8 +733,10 @@ class Chat:
         self.last = generate_text(
             self.model, self.tokenizer, prompt, self.max_new_tokens, self.sampling, self.generator, on_text
         )
-        self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
-        return self.last.text
+        # A template may put a space before it, which is then part of its first token.
+        answer = self.last.text.lstrip(" ")
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []

@@ -498,11 +498,11 @@ class SystemConfig:
 @dataclass(frozen=True)
 class DebugConfig:
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    """At a loss or gradient that is NaN or infinite: stop with exit code 5; skip the batch, as if it were not in the
-    data; or go back to the last checkpoint and leave out the data since then."""
+    """If a loss or gradient is NaN or infinite: stop with exit code 5; skip the batch, as if it were not in the data;
+    or roll back to the last checkpoint and leave out the data since then."""
 
     on_spike: Literal["off", "warn", "stop", "skip", "rollback"] = "warn"
-    """The same at a loss far above the recent ones; warn applies the update."""
+    """If a loss is far above the recent ones: stop, skip or rollback, as for on_nan; or warn and apply the update."""
 
     spike_threshold: Annotated[float, Range(1, 1e6)] = 10.0
     """How far above the median of the last 64 losses a spike is, in robust standard deviations."""
@@ -511,7 +511,7 @@ class DebugConfig:
     """How many batches in a row may be skipped, and how often a run may go back to one checkpoint, before it stops."""
 
     dump_limit: MemoryText = "100MiB"
-    """Size of the files that each rank writes at a NaN, for torchstone debug show; 0 for none."""
+    """Size of the tensors in the files that each rank writes for a NaN (see torchstone debug show); 0 writes none."""
 
 
 @dataclass(frozen=True)

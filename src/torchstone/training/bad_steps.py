@@ -1,11 +1,12 @@
-"""Steps with bad numbers: a loss or gradient that is NaN or infinite, or a loss far above the recent ones (a spike).
+"""Bad steps: the loss or a gradient is NaN or infinite, or the loss is far above the recent ones (a spike).
 
-Loss and gradient norm are sums over all ranks, so all ranks judge a step alike, before its update. `debug.on_nan` and
+All ranks judge a step by the same sums, before its update, so all of them act alike. `debug.on_nan` and
 `debug.on_spike` say what happens then:
 
 - stop: the run ends with exit code 5; weights and moments are those before the step.
-- skip: the batch is dropped. It is no step: weights, moments, step number and learning rate stay as they are.
-- rollback: the run goes on from its last checkpoint, and the data since then is left out, too.
+- skip: the batch is left out. It is no step: weights, moments, random numbers, step number and learning rate stay as
+  they are, and other data takes its place.
+- rollback: the run goes on from its last checkpoint, and the data since then is left out.
 
 With stop (and warn, for spikes) the device decides about the update, and the host reads the numbers when it has started
 the next step, whose update then waits for the same decision: no step waits for the host. The other two read the numbers
@@ -16,33 +17,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
 from torch import Tensor
 
 from torchstone.checkpoint.load import CHECKPOINTS
-from torchstone.config.schema import Config, DebugConfig
+from torchstone.config.schema import DebugConfig
 from torchstone.data.loader import StepBatch
 from torchstone.errors import NumericalError
 from torchstone.observe.console import Console
 from torchstone.training.checks import WHAT_TO_TRY
-from torchstone.training.nan_dump import write_dump
-from torchstone.training.nan_report import NanReport, banner, describe_origin, make_report
+from torchstone.training.nan_report import describe_gradients, report_nan
+from torchstone.training.out_of_memory import set_rng_states
 from torchstone.training.replay import clear_gradients
 from torchstone.training.run import Run
 from torchstone.training.schedule import plan_schedule
 from torchstone.training.step import StepResult, describe_numbers
-from torchstone.training.step_rows import describe_rows, indices_of_step
+from torchstone.training.step_rows import describe_rows, rows_of_step
+from torchstone.training.stop import StopRequest
 
 # Losses that a spike is compared with, and the fewest of them.
 WINDOW, MIN_LOSSES = 64, 16
 # The standard deviation of a normal distribution, in median absolute deviations.
 NORMAL_MAD = 1.4826
-# The least standard deviation, as a share of the median: a loss that hardly varies would make spikes of nothing.
+# The least standard deviation, as a share of the median: where the loss hardly varies, nothing else is a spike.
 MIN_DEVIATION = 0.01
+# Full reports of a process; each repeats a step.
+MAX_REPORTS = 3
 
 
 @dataclass(frozen=True)
@@ -58,51 +61,58 @@ class ComputedStep:
 
 
 class RollBack(Exception):
-    """The run must go on from its last checkpoint, with the data from sample `samples` on."""
+    """The run must go on from its last checkpoint (None: from its start), with the data from sample `samples` on."""
 
-    def __init__(self, reason: str, samples: int, checkpoint: Path | None) -> None:
+    def __init__(self, reason: str, samples: int, checkpoint: Path | None, stop_request: StopRequest) -> None:
         super().__init__(reason)
-        self.samples, self.checkpoint = samples, checkpoint
+        self.samples, self.checkpoint, self.stop_request = samples, checkpoint, stop_request
 
 
 class Rollbacks:
-    """How often a run has gone back, and to what."""
+    """What the next attempt of a run has to know of those before it."""
 
-    def __init__(self, debug: DebugConfig) -> None:
-        self.debug, self.count, self.repeated = debug, 0, 0
-        # The checkpoint that it last went back to (None: the start), and the sample that it went on with.
+    def __init__(self, max_repeats: int, output_dir: Path) -> None:
+        self.max_repeats, self.output_dir = max_repeats, output_dir
+        # How often the run went back to the checkpoint that it last went back to.
+        self.repeated = 0
         self.checkpoint: Path | None = None
-        self.samples: int | None = None
+        self.samples = 0
+        self.stop_request: StopRequest | None = None
 
     def add(self, request: RollBack, console: Console) -> None:
         """Raises NumericalError if the run has gone back to this checkpoint often enough."""
-        is_same = self.count > 0 and self.checkpoint == request.checkpoint
-        self.repeated = self.repeated + 1 if is_same else 1
-        if self.repeated > self.debug.max_bad_steps:
+        self.repeated = self.repeated + 1 if self.checkpoint == request.checkpoint else 1
+        if self.repeated > self.max_repeats:
             raise NumericalError(
-                f"{request}; the run went back to the same checkpoint {self.repeated - 1} times "
-                f"(debug.max_bad_steps {self.debug.max_bad_steps})",
+                f"{request}; going back to the same checkpoint {self.max_repeats} times has not helped "
+                "(debug.max_bad_steps)",
                 WHAT_TO_TRY,
             )
-        self.checkpoint, self.samples, self.count = request.checkpoint, request.samples, self.count + 1
+        self.checkpoint, self.samples, self.stop_request = request.checkpoint, request.samples, request.stop_request
         start = "the start of the run" if request.checkpoint is None else request.checkpoint
-        console.warn(
-            f"{request}; back to {start}, and on from sample {request.samples}: the data before it is left out"
-        )
+        console.warn(f"{request}; back to {start}, and on from sample {request.samples}: the data before is left out")
 
-    def build_config(self, config: Config) -> Config:
-        """The config to build the run with: it resumes a checkpoint of its own, whatever it started from."""
-        if self.checkpoint is None or self.checkpoint.parent != Path(config.output_dir) / CHECKPOINTS:
-            return config
-        return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+    @property
+    def resume(self) -> str | None:
+        """What the next attempt resumes from, if not from what the config says: a checkpoint of its own."""
+        is_own = self.checkpoint is not None and self.checkpoint.parent == self.output_dir / CHECKPOINTS
+        return "auto" if is_own else None
 
     def apply(self, run: Run) -> None:
         """Makes a run that was built again go on after the data that is left out."""
+        if self.stop_request is None:
+            return
+        # A signal may have come in the meantime.
+        run.stop_request = self.stop_request
+        progress = run.progress
+        sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, progress.samples)
+        left_out = sampler.take(self.samples - progress.samples)
+        progress.samples += len(left_out)
+        progress.skipped_samples += len(left_out)
+        progress.skipped_tokens += int(run.data.train.lengths[left_out].sum())
         # The checkpoint has those before it.
-        run.progress.rollbacks += self.repeated
-        if self.samples is not None and run.checkpoint == self.checkpoint:
-            run.progress.samples, run.progress.pending_metrics = self.samples, None
-            run.schedule = plan_schedule(run.config, run.data, run.progress)
+        progress.rollbacks += self.repeated
+        run.schedule = plan_schedule(run.config, run.data, progress)
 
 
 def reads_numbers_first(debug: DebugConfig) -> bool:
@@ -122,91 +132,65 @@ def loss_limit(losses: Sequence[float], debug: DebugConfig) -> float:
     return center + debug.spike_threshold * max(deviation, MIN_DEVIATION * center)
 
 
-def max_loss_of_update(computed: ComputedStep, debug: DebugConfig) -> float:
-    """The largest loss whose update the device applies."""
-    return math.inf if debug.on_spike == "warn" else computed.loss_limit
-
-
-def may_update(run: Run, computed: ComputedStep) -> bool:
-    """Judges a step on all ranks: whether it may update (or has updated) the weights, or is skipped. Raises
-    NumericalError to stop, and RollBack."""
-    result, debug = computed.result, run.config.debug
-    is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-    if is_finite and not result.exceeds(computed.loss_limit):
-        run.progress.bad_in_a_row = 0
-        return True
-    text = describe_numbers(computed.step, result)
-    if is_finite:
-        text = f"step {computed.step}: loss {result.loss:.4f} is a spike, more than {computed.loss_limit:.4f}"
-        policy, details = debug.on_spike, _rows_text(run, computed.batch)
-    else:
-        policy, details = debug.on_nan, _report_nan(run, computed)
-    if is_finite and policy == "warn":
-        run.progress.loss_spikes += 1
-        run.console.warn(f"{text}; {details}; the update is applied")
-        return True
-    clear_gradients(run.runner)
-    run.progress.bad_in_a_row += 1
-    if policy == "stop" or run.progress.bad_in_a_row > debug.max_bad_steps:
-        _stop(run, text, details, policy)
-    if policy == "rollback":
-        raise RollBack(f"{text}; {details}", computed.batch.first_sample + computed.batch.samples, run.checkpoint)
-    run.progress.skipped_steps += 1
-    run.progress.samples += computed.batch.samples
-    # An epoch has fewer steps now.
-    run.schedule = plan_schedule(run.config, run.data, run.progress)
-    run.console.total = run.schedule.total_steps
-    run.console.warn(f"{text}; {details}; its batch is skipped ({run.progress.skipped_steps} so far)")
-    return False
-
-
 def remember_loss(run: Run, loss: float) -> None:
     """Of a step whose update was applied."""
     if run.config.debug.on_spike != "off":
         run.progress.recent_losses = [*run.progress.recent_losses, loss][-WINDOW - 1 :]
 
 
-def _stop(run: Run, text: str, details: str, policy: str) -> NoReturn:
+def max_loss_of_update(computed: ComputedStep, debug: DebugConfig) -> float:
+    """The largest loss whose update the device applies."""
+    return math.inf if debug.on_spike == "warn" else computed.loss_limit
+
+
+def judge_step(run: Run, computed: ComputedStep) -> bool:
+    """Whether a step may update (or, on a device, has updated) the weights; false if its batch is skipped. Raises
+    NumericalError to stop, and RollBack. All ranks must call it, and have the same result."""
+    result, debug, progress = computed.result, run.config.debug, run.progress
+    is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    is_spike = is_finite and result.exceeds(computed.loss_limit)
+    if is_finite and (not is_spike or debug.on_spike == "warn"):
+        progress.bad_in_a_row = 0
+        if is_spike:
+            progress.loss_spikes += 1
+            run.console.warn(f"{_describe_spike(run, computed)}; the update is applied")
+        return True
+    progress.bad_in_a_row += 1
+    policy = debug.on_spike if is_spike else debug.on_nan
+    text = _describe_spike(run, computed) if is_spike else _describe_nan(run, computed)
+    clear_gradients(run.runner)
     if policy == "stop":
-        applied = "its update was not applied"
-    else:
-        count, limit = run.progress.bad_in_a_row, run.config.debug.max_bad_steps
-        applied = f"{count} bad batches in a row are more than debug.max_bad_steps {limit}"
-    raise NumericalError(f"{text}; {applied}", f"{details}; {WHAT_TO_TRY}")
+        raise NumericalError(f"{text}; its update was not applied", WHAT_TO_TRY)
+    if progress.bad_in_a_row > debug.max_bad_steps:
+        raise NumericalError(
+            f"{text}; more than {debug.max_bad_steps} bad batches in a row (debug.max_bad_steps)", WHAT_TO_TRY
+        )
+    batch = computed.batch
+    if policy == "rollback":
+        raise RollBack(text, batch.first_sample + batch.samples, run.checkpoint, run.stop_request)
+    progress.skipped_steps += 1
+    progress.samples += batch.samples
+    progress.skipped_samples += batch.samples
+    progress.skipped_tokens += batch.tokens
+    # An epoch now ends with data of the next one.
+    run.schedule = plan_schedule(run.config, run.data, progress)
+    set_rng_states(computed.rng_states, run.device)
+    run.console.warn(f"{text}; its batch is skipped ({progress.skipped_steps} so far)")
+    return False
 
 
-def _report_nan(run: Run, computed: ComputedStep) -> str:
-    """Prints the banner and writes the files; returns a summary."""
-    result, batch = computed.result, computed.batch
-    run.console.info(f"{describe_numbers(computed.step, result)}: repeating the step to find the first bad module")
-    report = make_report(run, computed.step, batch, result, computed.rng_states)
-    lines = banner(report, run.console.process)
-    lines.append(f"Rows: {describe_rows(report.rows)}")
-    # One by one, so that they are not indented.
-    for line in [*lines, *_dump_lines(run, report, computed)]:
-        run.console.info(line)
-    names = report.names
-    gradients = f"{len(names)} gradients are not finite, such as {', '.join(names[:3])}" if names else ""
-    return "; ".join(text for text in (gradients, f"first bad module: {describe_origin(report)}") if text)
+def _describe_spike(run: Run, computed: ComputedStep) -> str:
+    return (
+        f"step {computed.step}: loss {computed.result.loss:.4f} is a spike, more than {computed.loss_limit:.4f}; its "
+        f"rows: {describe_rows(rows_of_step(run, computed.batch))}"
+    )
 
 
-def _dump_lines(run: Run, report: NanReport, computed: ComputedStep) -> list[str]:
-    try:
-        header = {
-            "step": report.step,
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "bad_gradients": report.names,
-            "first_bad_module": describe_origin(report),
-            "rows": [list(row) for row in report.rows],
-        }
-        files = write_dump(run, header, computed.batch, computed.rng_states, report.gradients)
-    except OSError as error:
-        return [f"The tensors could not be written: {error}"]
-    titles = ("Checkpoint saved", "Debug tensors saved")
-    return ["", *(f"{title}: {file}" for title, file in zip(titles, files, strict=False))]
-
-
-def _rows_text(run: Run, batch: StepBatch) -> str:
-    indices = indices_of_step(run, batch)
-    return f"its rows: {describe_rows(run.data.documents(run.data.train, indices, run.ctx.dp_rank, run.ctx.dims.dp))}"
+def _describe_nan(run: Run, computed: ComputedStep) -> str:
+    """Reports the step, unless there were enough reports."""
+    text = describe_numbers(computed.step, computed.result)
+    if run.nan_reports >= MAX_REPORTS:
+        gradients = describe_gradients(run.runner, computed.result)
+        return f"{text}{gradients}; not repeated to find the cause, as {MAX_REPORTS} steps were"
+    run.nan_reports += 1
+    return f"{text}; {report_nan(run, computed.step, computed.batch, computed.result, computed.rng_states)}"

@@ -28,7 +28,7 @@ from torchstone.heartbeat import end_startup, report_phase
 from torchstone.launch.memory_limit import remove_limit
 from torchstone.observe.metrics import MetricsFile, memory_bytes
 from torchstone.optim.schedule import lr_at_step
-from torchstone.training.bad_steps import ComputedStep, max_loss_of_update, may_update
+from torchstone.training.bad_steps import ComputedStep, judge_step, max_loss_of_update
 from torchstone.training.checks import check_saved_state, translate_out_of_memory
 from torchstone.training.malloc import keep_freed_memory
 from torchstone.training.memory import UPDATING, describe_fit
@@ -60,10 +60,7 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
         report_phase(f"waiting for the batch of step {first_step}")
         log.restart_clock()
         with log.finished_on_error():
-            for batch in run.data.batches(
-                run.config, progress.samples, run.schedule.total_samples, run.ctx.dp_rank, run.ctx.dims.dp,
-                pin_memory=run.device.type == "cuda",
-            ):  # fmt: skip
+            for batch in _batches(run):
                 if run.should_stop() or run.schedule.is_done(progress):
                     break
                 for callback in callbacks:
@@ -75,11 +72,8 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
                 run.request_save_if_due()
                 run.sync_stop_request()
                 if started is None:
-                    if progress.step > 0 and run.schedule.is_done(progress):
-                        # The batch of the last step was skipped: the one before it was the last.
-                        _validate_log_save(run, log, is_logged=True)
                     continue
-                is_due = _is_due(run, started.samples)
+                is_due = _is_due(run, batch.samples)
                 is_first = progress.step == first_step
                 if is_due or is_first or not log.is_delayed:
                     log.read()
@@ -106,6 +100,21 @@ def train_loop(run: Run, callbacks: Sequence[Callback] = ()) -> TrainResult:
     return TrainResult(progress.step, run.checkpoint, log.metrics.get("loss"), log.metrics.get("val_loss"), stopped)
 
 
+def _batches(run: Run) -> Iterator[StepBatch]:
+    """The batches of the steps that are left. When one is skipped, the data of the run ends later."""
+    end: int | None = 0
+    while end != run.schedule.total_samples:
+        end = run.schedule.total_samples
+        batches = run.data.batches(
+            run.config, run.progress.samples, end, run.ctx.dp_rank, run.ctx.dims.dp,
+            pin_memory=run.device.type == "cuda",
+        )  # fmt: skip
+        for batch in batches:
+            yield batch
+            if end != run.schedule.total_samples:
+                break
+
+
 def _start_step(run: Run, batch: StepBatch, log: StepLog) -> StartedStep | None:
     """Computes a step, and updates the weights; None if the batch was skipped."""
     progress, optim = run.progress, run.config.optim
@@ -118,7 +127,7 @@ def _start_step(run: Run, batch: StepBatch, log: StepLog) -> StartedStep | None:
         with attempts:
             result = compute_gradients(run.runner, attempts.batch, step)
     computed = ComputedStep(step, attempts.batch, result, log.loss_limit(), attempts.rng_states)
-    if not log.is_delayed and not may_update(run, computed):
+    if not log.is_delayed and not judge_step(run, computed):
         return None
     report_phase(f"{UPDATING} {step}")
     max_loss = max_loss_of_update(computed, run.config.debug)
@@ -128,11 +137,9 @@ def _start_step(run: Run, batch: StepBatch, log: StepLog) -> StartedStep | None:
     progress.samples += batch.samples
     progress.tokens += batch.tokens
     progress.loss_tokens += batch.loss_tokens
-    # Skipped ones included.
-    samples, log.counted_samples = progress.samples - log.counted_samples, progress.samples
     osft_error = measure_osft(run.runner, step)
     end, memory, splits = record_event(run.device), memory_bytes(run.device), progress.oom_splits
-    return StartedStep(computed, samples, lr, run.epoch, progress.tokens, memory, splits, end, osft_error)
+    return StartedStep(computed, lr, run.epoch, progress.tokens, memory, splits, end, osft_error)
 
 
 def _log_startup(run: Run) -> None:
@@ -195,7 +202,7 @@ def _open_lines(run: Run, path: Path) -> MetricsFile:
     return file
 
 
-def _validate_log_save(run: Run, log: StepLog, is_logged: bool = False) -> None:
+def _validate_log_save(run: Run, log: StepLog) -> None:
     """After a step: validates if due, writes the metrics line, samples text and saves a checkpoint if due."""
     schedule, progress, metrics, step_samples = run.schedule, run.progress, log.metrics, log.metrics["samples"]
     if run.data.validation and schedule.is_due(schedule.validation, progress, step_samples, _is_final_step(run)):
@@ -208,8 +215,7 @@ def _validate_log_save(run: Run, log: StepLog, is_logged: bool = False) -> None:
             return
     if run.early_stop_reason is not None:
         metrics["stopped"] = run.early_stop_reason
-    if not is_logged:
-        log.write()
+    log.write()
     _log_samples(run)
     if run.early_stop_reason is not None:
         run.console.info(f"stopping early: {run.early_stop_reason}")

@@ -3,25 +3,26 @@
 `nan_grad_step_N.pt` (torch.load) has what repeats the step: the batch, its rows, the random numbers, the config and
 this rank's weights before the step. `debug/nan_debug_step_N.pkl` (pickle) has `parameters` and `gradients`: name ->
 numpy array in fp32. Names are those of Transformers; of a sharded tensor a rank has its shard, and `offsets` says where
-it begins. Rank N adds `_rankN` to the names of its files. Each has tensors up to half of `debug.dump_limit`, the bad
-ones first; `omitted` lists the others. No file has texts of the data, only ids.
+it begins. Rank N adds `_rankN` to the names of its files. The tensors of each take up to half of `debug.dump_limit`,
+the bad ones first; `omitted` lists the others. No file has texts of the data, only ids.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchstone import __version__
-from torchstone.atomic import temporary_path
+from torchstone.atomic import free_path, temporary_path
 from torchstone.checkpoint.save import hf_name
 from torchstone.config.load import to_dict
 from torchstone.config.schema import parse_memory
@@ -31,11 +32,12 @@ from torchstone.models.model import Model
 from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.training.run import Run
 
-# Of a run and rank. A run that skips such steps would fill the disk.
-MAX_DUMPS = 3
 TENSOR_KINDS = ("parameters", "gradients", "model")
 BATCH_KEYS = ("ids", "labels", "positions", "doc_ids")
-NUMPY_NAMES = {"_reconstruct", "ndarray", "dtype", "_frombuffer", "scalar"}
+HEADER_KEYS = ("step", "loss", "grad_norm", "rank", "layout", "bad_gradients", "first_bad_module", "rows", "omitted")
+NUMPY_DTYPES = {name: np.dtype(name) for name in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "b1")}
+# With a later one numpy writes arrays in another form.
+PICKLE_PROTOCOL = 4
 
 
 class Shards(NamedTuple):
@@ -49,55 +51,33 @@ class Shards(NamedTuple):
         return {name: list(shard.offset) for name, shard in self.chosen.items() if not shard.is_full}
 
 
-def remaining_limit(run: Run) -> int:
-    """The bytes that the files of one more step may have: `debug.dump_limit`, or 0 if the run has enough of them."""
-    suffix = _rank_suffix(run)
-    others = [path for path in run.output_dir.glob(f"nan_grad_step_*{suffix}.pt") if suffix or "_rank" not in path.stem]
-    return 0 if len(others) >= MAX_DUMPS else parse_memory(run.config.debug.dump_limit) or 0
-
-
 def copy_gradients(run: Run, bad: Iterable[str]) -> Shards:
     """The gradients of this rank, as far as the files have room for them, on the CPU in fp32."""
     tensors = ((name, p.grad) for name, p in run.model.trained_parameters() if p.grad is not None)
-    return _copy(run.model, tensors, remaining_limit(run) // 4, bad)
+    return _copy(run.model, tensors, _limit(run) // 4, bad)
 
 
 def write_dump(
     run: Run, header: dict[str, Any], batch: StepBatch, rng_states: list[Tensor], gradients: Shards
-) -> list[Path]:
-    """Writes this rank's files and returns them; none if `debug.dump_limit` is 0 or the run has enough of them."""
-    limit, suffix, root = remaining_limit(run), _rank_suffix(run), run.output_dir
-    if limit == 0:
-        return []
-    bad = header["bad_gradients"]
-    weights = _choose(run.model, run.model.named_parameters(), limit // 2, bad)
-    parameters = _copy(run.model, run.model.named_parameters(), limit // 4, bad)
-    header |= {"rank": run.ctx.rank, "layout": str(run.ctx.dims)}
-    checkpoint = header | {
-        "version": __version__,
-        "torch": str(torch.__version__),
-        "config": to_dict(run.config),
-        "first_sample": batch.first_sample,
-        "loss_tokens": batch.loss_tokens,
-        "batch": [{key: getattr(each, key).cpu() for key in BATCH_KEYS} for each in batch.micro_batches],
-        "rng_states": rng_states,
-        "model": {name: shard.tensor.detach().cpu().clone() for name, shard in weights.chosen.items()},
-        "offsets": weights.offsets,
-        "omitted": {"model": weights.omitted},
-    }
-    arrays = header | {
-        "parameters": {name: shard.tensor.numpy() for name, shard in parameters.chosen.items()},
-        "gradients": {name: shard.tensor.numpy() for name, shard in gradients.chosen.items()},
-        "offsets": parameters.offsets | gradients.offsets,
-        "omitted": {"parameters": parameters.omitted, "gradients": gradients.omitted},
-    }
-    step = header["step"]
-    return [
-        _write(root / f"nan_grad_step_{step}{suffix}.pt", lambda path: torch.save(checkpoint, path)),
-        _write(
-            root / "debug" / f"nan_debug_step_{step}{suffix}.pkl", lambda path: path.write_bytes(pickle.dumps(arrays))
-        ),
-    ]
+) -> list[str]:
+    """Writes this rank's files, and returns lines that say where they are, or why there are none."""
+    if _limit(run) == 0:
+        return ["No files are written (debug.dump_limit 0)"]
+    suffix, root, step = _rank_suffix(run), run.output_dir, header["step"]
+    try:
+        header |= {"rank": run.ctx.rank, "layout": str(run.ctx.dims)}
+        checkpoint = header | _checkpoint(run, header["bad_gradients"], batch, rng_states)
+        path = _write(root / f"nan_grad_step_{step}{suffix}.pt", lambda file: torch.save(checkpoint, file))
+        lines = [f"Checkpoint saved: {path}"]
+        arrays = header | _arrays(run, header["bad_gradients"], gradients)
+        path = _write(
+            root / "debug" / f"nan_debug_step_{step}{suffix}.pkl",
+            lambda file: pickle.dump(arrays, file, protocol=PICKLE_PROTOCOL),
+        )
+        return [*lines, f"Debug tensors saved: {path}"]
+    except (OSError, RuntimeError, MemoryError) as error:
+        # torch raises RuntimeError for a full disk.
+        return [f"The tensors could not be written: {error}"]
 
 
 def read_dump(path: Path) -> dict[str, Any]:
@@ -105,19 +85,28 @@ def read_dump(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".pkl":
             with path.open("rb") as file:
-                return dict(_ArrayUnpickler(file).load())
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, TypeError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UsageError(
-            f"{path} is not a dump: {reason}", "dumps are nan_grad_step_N.pt and debug/nan_debug_step_N.pkl of a run"
-        ) from None
+                dump = _to_arrays(_Unpickler(file).load())
+        else:
+            dump = torch.load(path, map_location="cpu", weights_only=True)
+        missing = [key for key in HEADER_KEYS if key not in dump]
+    except Exception as error:
+        # What a damaged file raises may be of any type.
+        missing, reason = [], next(iter(str(error).splitlines()), type(error).__name__)
+    else:
+        if not missing:
+            return dict(dump)
+        reason = f"it has no {missing[0]!r}"
+    raise UsageError(
+        f"{path} is not a dump: {reason}", "dumps are nan_grad_step_N.pt and debug/nan_debug_step_N.pkl of a run"
+    )
 
 
 def summarize_dump(dump: dict[str, Any]) -> dict[str, Any]:
     """A dump for programs: statistics instead of tensors."""
     kinds = [kind for kind in TENSOR_KINDS if kind in dump]
     summary = {key: value for key, value in dump.items() if key not in (*TENSOR_KINDS, "batch", "rng_states")}
+    # JSON has neither NaN nor infinity.
+    summary |= {key: _finite_or_text(summary[key]) for key in ("loss", "grad_norm")}
     summary["tensors"] = {kind: [_statistics(name, values) for name, values in dump[kind].items()] for kind in kinds}
     if "batch" in dump:
         summary["batch"] = [list(each["ids"].shape) for each in dump["batch"]]
@@ -127,8 +116,8 @@ def summarize_dump(dump: dict[str, Any]) -> dict[str, Any]:
 def dump_lines(summary: dict[str, Any]) -> list[str]:
     """The summary for people."""
     lines = [
-        f"step {summary['step']}, rank {summary['rank']} ({summary['layout']}): loss {summary['loss']:.4f}, "
-        f"gradient norm {summary['grad_norm']:.4f}",
+        f"step {summary['step']}, rank {summary['rank']} ({summary['layout']}): loss {summary['loss']}, "
+        f"gradient norm {summary['grad_norm']}",
         f"first bad module: {summary['first_bad_module']}",
         f"bad gradients: {', '.join(summary['bad_gradients']) or 'none'}",
         f"rows: {', '.join(f'{origin} ({length} tokens)' for origin, length in summary['rows'])}",
@@ -153,11 +142,67 @@ def dump_lines(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-class _ArrayUnpickler(pickle.Unpickler):
+class _Array:
+    """Stands for an array while it is read: numpy's own class would take any dtype and buffer from the file."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, is_fortran, data = state
+        array = np.frombuffer(data, dtype=NUMPY_DTYPES[dtype.name])
+        self.array = array.reshape(shape, order="F" if is_fortran else "C")
+
+
+class _Dtype:
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None:
+        """Byte order and fields: those of this machine, and none."""
+
+
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "numpy" and name in NUMPY_NAMES:
-            return super().find_class(module, name)
+        if module.partition(".")[0] == "numpy" and name in STAND_INS:
+            return STAND_INS[name]
         raise pickle.UnpicklingError(f"it has a {module}.{name}, which is neither an array nor a plain value")
+
+
+STAND_INS = {"ndarray": _Array, "dtype": _Dtype, "_reconstruct": lambda *_: _Array()}
+
+
+def _to_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_arrays(each) for key, each in value.items()}
+    return value.array if isinstance(value, _Array) else value
+
+
+def _limit(run: Run) -> int:
+    return parse_memory(run.config.debug.dump_limit) or 0
+
+
+def _checkpoint(run: Run, bad: Iterable[str], batch: StepBatch, rng_states: list[Tensor]) -> dict[str, Any]:
+    weights = _choose(run.model, run.model.named_parameters(), _limit(run) // 2, bad)
+    return {
+        "version": __version__,
+        "torch": str(torch.__version__),
+        "config": to_dict(run.config),
+        "first_sample": batch.first_sample,
+        "loss_tokens": batch.loss_tokens,
+        "batch": [{key: getattr(each, key).cpu() for key in BATCH_KEYS} for each in batch.micro_batches],
+        "rng_states": rng_states,
+        "model": {name: shard.tensor.detach().cpu().clone() for name, shard in weights.chosen.items()},
+        "offsets": weights.offsets,
+        "omitted": {"model": weights.omitted},
+    }
+
+
+def _arrays(run: Run, bad: Iterable[str], gradients: Shards) -> dict[str, Any]:
+    parameters = _copy(run.model, run.model.named_parameters(), _limit(run) // 4, bad)
+    return {
+        "parameters": {name: shard.tensor.numpy() for name, shard in parameters.chosen.items()},
+        "gradients": {name: shard.tensor.numpy() for name, shard in gradients.chosen.items()},
+        "offsets": parameters.offsets | gradients.offsets,
+        "omitted": {"parameters": parameters.omitted, "gradients": gradients.omitted},
+    }
 
 
 def _choose(
@@ -184,15 +229,22 @@ def _copy(model: Model, tensors: Iterable[tuple[str, Tensor]], limit: int, first
     return shards._replace(chosen=copies)
 
 
-def _write(path: Path, write: Callable[[Path], Any]) -> Path:
+def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> Path:
+    """Writes a new file: an earlier start, or another batch, may have left one for the same step."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path = free_path(path)
     partial = temporary_path(path, "partial")
     try:
-        write(partial)
+        with partial.open("wb") as file:
+            write(file)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def _finite_or_text(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def _rank_suffix(run: Run) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -51,19 +52,22 @@ STAGE_TEXTS = {
 
 
 class Origin(NamedTuple):
-    """Where numbers go bad: in which module, and in which micro-batch of which rank (None: not known)."""
+    """Where numbers go bad: in which module, and in which micro-batch of which rank (None: not known).
+
+    `order`: of what was computed on that rank, in the forward pass."""
 
     stage: Stage
     module: str
     micro_batch: int | None
     rank: int
+    order: int = 0
 
     def __str__(self) -> str:
         where = "" if self.micro_batch is None else f", micro-batch {self.micro_batch + 1}"
         return f"{self.module}: {STAGE_TEXTS[self.stage]} (rank {self.rank}{where})"
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of a module. `flags`, on the device, say whether its tensors are finite; `is_finite` whether all of a
     kind are, once they are read."""
@@ -71,6 +75,9 @@ class Call:
     name: str
     micro_batch: int | None
     parent: Call | None
+    # When it began and ended, counted in beginnings and ends.
+    start: int
+    end: int = 0
     flags: dict[str, list[Tensor]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     is_finite: dict[str, bool] = field(default_factory=dict)
 
@@ -82,8 +89,8 @@ def find_origin(runner: Runner, batch: StepBatch, rng_states: Sequence[Tensor]) 
     calls: list[Call] = []
     # Without the early stop, hooks after a module run in recomputation too.
     with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(False), _traced(runner, batch, calls):
-        runner.forward_backward(batch.micro_batches, batch.loss_tokens)
-    return _first_origin(runner, _own_origin(runner, calls))
+        loss = runner.forward_backward(batch.micro_batches, batch.loss_tokens)
+    return _first_origin(runner, _own_origin(runner, calls, bool(loss.isfinite())))
 
 
 def clear_gradients(runner: Runner) -> None:
@@ -94,23 +101,28 @@ def clear_gradients(runner: Runner) -> None:
 
 
 def module_name(model: Model, name: str) -> str:
-    """The name in Transformers, which a fused projection and a module without a weight do not have."""
-    parameter = dict(model.named_parameters()).get(f"{name}.weight")
-    if parameter is None:
-        return name
-    names = unfused_names(model.decoder_config, f"{name}.weight", parameter)
-    return ", ".join(hf_name(model, each).removesuffix(".weight") for each in names)
+    """The name in Transformers: of a container, what the names of its parameters begin with."""
+    if name == "head" and model.decoder_config is not None:
+        return "lm_head"
+    parts = [
+        hf_name(model, unfused).split(".")[:-1]
+        for parameter_name, parameter in model.named_parameters()
+        if parameter_name.startswith(f"{name}.")
+        for unfused in unfused_names(model.decoder_config, parameter_name, parameter)
+    ]
+    same = takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
+    return ".".join(names[0] for names in same) or name.removeprefix("hf.")
 
 
 @contextmanager
 def _traced(runner: Runner, batch: StepBatch, calls: list[Call]) -> Iterator[None]:
     """Hooks on all modules of this rank, as long as the context is open."""
-    stack: list[Call] = []
+    stack, counter = list[Call](), count()
     # A pipeline computes all micro-batches in one call.
     indices = {} if runner.pipeline is not None else {id(each): i for i, each in enumerate(batch.micro_batches)}
 
     def before(name: str, args: Any, kwargs: Any) -> Any:
-        call = Call(name, indices.get(id(runner.running)), stack[-1] if stack else None)
+        call = Call(name, indices.get(id(runner.running)), stack[-1] if stack else None, next(counter))
         call.flags["inputs"] += _flags((args, kwargs))
         calls.append(call)
         stack.append(call)
@@ -118,6 +130,7 @@ def _traced(runner: Runner, batch: StepBatch, calls: list[Call]) -> Iterator[Non
 
     def after(output: Any) -> None:
         call = stack.pop()
+        call.end = next(counter)
         call.flags["outputs"] += _flags(output)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -164,8 +177,37 @@ def _is_finite(tensor: Tensor) -> Tensor:
     return torch.stack(local.aminmax()).isfinite().all()
 
 
-def _own_origin(runner: Runner, calls: list[Call]) -> Origin | None:
+def _own_origin(runner: Runner, calls: list[Call], is_loss_finite: bool) -> Origin | None:
     """The origin that this rank sees."""
+    ctx = runner.ctx
+    bad_weights = _read_flags(runner, calls)
+    forward = [call for call in calls if _loses(call, "inputs", "outputs")]
+    if forward:
+        return _origin(runner, min(_innermost(forward), key=lambda call: call.end), Stage.FORWARD)
+    # Stages without the loss get their gradients from the next one.
+    has_loss = ctx.pp_rank == ctx.dims.pp - 1
+    reached = [call for call in calls if not call.is_finite["output gradients"]]
+    if has_loss and not is_loss_finite:
+        return Origin(Stage.LOSS, LOSS, min((call.micro_batch or 0 for call in reached), default=None), ctx.rank)
+    backward = [call for call in calls if _loses(call, "output gradients", "input gradients")]
+    if backward:
+        first = min(_innermost(backward), key=lambda call: (call.micro_batch or 0, -call.start))
+        return _origin(runner, first, Stage.BACKWARD)
+    called, spoiled = {call.name for call in calls}, {call.name for call in reached}
+    for name in reversed(bad_weights):
+        module = name.rpartition(".")[0]
+        while module and module not in called:
+            # Its parent uses the weight.
+            module = module.rpartition(".")[0]
+        if module not in spoiled:
+            return Origin(Stage.WEIGHT, module_name(runner.model, module), None, ctx.rank)
+    if reached and has_loss:
+        return Origin(Stage.LOSS, LOSS, min(call.micro_batch or 0 for call in reached), ctx.rank)
+    return None
+
+
+def _read_flags(runner: Runner, calls: list[Call]) -> list[str]:
+    """Sets `is_finite` of the calls; returns the names of the parameters whose gradients are not finite."""
     weights = [(name, parameter) for name, parameter in runner.model.trained_parameters() if parameter.grad is not None]
     gradients = [_is_finite(to_local(parameter.grad)) for _, parameter in weights]
     flags = [flag for call in calls for kind in KINDS for flag in call.flags[kind]] + gradients
@@ -175,23 +217,7 @@ def _own_origin(runner: Runner, calls: list[Call]) -> Origin | None:
         for kind in KINDS:
             # Not all(): it would stop reading at the first False.
             call.is_finite[kind] = sum(next(values) for _ in call.flags[kind]) == len(call.flags[kind])
-    bad_weights = [name for (name, _), is_finite in zip(weights, values, strict=True) if not is_finite]
-    forward = [call for call in calls if _loses(call, "inputs", "outputs")]
-    if forward:
-        return _origin(runner, _innermost(forward)[0], Stage.FORWARD)
-    backward = [call for call in calls if _loses(call, "output gradients", "input gradients")]
-    if backward:
-        innermost = _innermost(backward)
-        first = min(call.micro_batch or 0 for call in innermost)
-        return _origin(runner, [call for call in innermost if (call.micro_batch or 0) == first][-1], Stage.BACKWARD)
-    reached = {call.name for call in calls if not call.is_finite["output gradients"]}
-    for name in reversed(bad_weights):
-        module = name.rpartition(".")[0]
-        if module not in reached:
-            return Origin(Stage.WEIGHT, module_name(runner.model, module), None, runner.ctx.rank)
-    if reached:
-        return Origin(Stage.LOSS, LOSS, None, runner.ctx.rank)
-    return None
+    return [name for (name, _), is_finite in zip(weights, values, strict=True) if not is_finite]
 
 
 def _loses(call: Call, before: str, after: str) -> bool:
@@ -219,7 +245,8 @@ def _origin(runner: Runner, call: Call, stage: Stage) -> Origin:
     ]
     if stage is Stage.FORWARD and not all(_is_finite(parameter).item() for parameter in parameters):
         stage = Stage.BAD_WEIGHT
-    return Origin(stage, name, call.micro_batch, runner.ctx.rank)
+    order = call.start if stage is Stage.BACKWARD else call.end
+    return Origin(stage, name, call.micro_batch, runner.ctx.rank, order)
 
 
 def _first_origin(runner: Runner, own: Origin | None) -> Origin | None:
@@ -227,9 +254,10 @@ def _first_origin(runner: Runner, own: Origin | None) -> Origin | None:
     ctx = runner.ctx
     found = [(origin, pp_rank) for origin, pp_rank in ctx.all_gather_object((own, ctx.pp_rank)) if origin is not None]
 
-    def order(each: tuple[Origin, int]) -> tuple[int, int, int, int]:
+    def order(each: tuple[Origin, int]) -> tuple[int, int, int, int, int]:
         origin, pp_rank = each
-        stage_order = pp_rank if origin.stage in (Stage.BAD_WEIGHT, Stage.FORWARD) else -pp_rank
-        return origin.stage, stage_order, origin.micro_batch or 0, origin.rank
+        # The backward pass begins at the last stage, with the last call.
+        sign = 1 if origin.stage in (Stage.BAD_WEIGHT, Stage.FORWARD) else -1
+        return origin.stage, sign * pp_rank, origin.micro_batch or 0, sign * origin.order, origin.rank
 
     return min(found, key=order)[0] if found else None

@@ -55,6 +55,8 @@ class Run:
     resumed_from: Path | None = field(init=False)
     # FLOP/s of one device, for MFU; None if unknown.
     peak_flops: float | None = field(init=False)
+    # NaN and Inf that were looked into.
+    nan_reports: int = 0
     # When training began or the last checkpoint was saved, by the monotonic clock.
     saved_at: float = 0.0
 
@@ -115,7 +117,7 @@ class Run:
         if schedule.total_steps is None:
             return None
         samples = schedule.end(progress)[1] - progress.samples
-        tokens = samples * progress.tokens / max(1, progress.samples)
+        tokens = samples * progress.tokens / max(1, progress.trained_samples)
         validations = schedule.count_left(schedule.validation, progress)
         saves = schedule.count_left(schedule.checkpoint, progress)
         return self.eta.seconds_left(tokens, validations, saves)
@@ -133,7 +135,8 @@ class Callback:
             raise TypeError(f"{cls.__name__}.{unknown[0]} would never be called: the hooks are {hooks}")
 
     def on_start(self, run: Run) -> None:
-        """Before the first step of this process."""
+        """Before the first step of this process, and again when a run has gone back to a checkpoint
+        (debug.on_nan rollback), with a new `run`."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """Before a step is started. On a GPU the step before it may still run."""

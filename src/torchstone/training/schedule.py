@@ -68,8 +68,9 @@ class TrainingSchedule:
 
     def is_due(self, interval: Interval, progress: Progress, step_samples: int, is_final_step: bool) -> bool:
         """Whether it is due after a step of `step_samples` samples, which `progress` includes."""
-        before = (progress.step - 1, progress.samples - step_samples)
-        return interval.count(before, (progress.step, progress.samples)) > 0 or (interval.at_end and is_final_step)
+        samples = progress.trained_samples
+        before = (progress.step - 1, samples - step_samples)
+        return interval.count(before, (progress.step, samples)) > 0 or (interval.at_end and is_final_step)
 
     def end(self, progress: Progress) -> StepAndSamples:
         """The last step and sample; only for a run that ends."""
@@ -79,11 +80,12 @@ class TrainingSchedule:
 
     def count_left(self, interval: Interval, progress: Progress) -> int:
         """How many more times it happens in a run that ends, for the ETA; at most once per step."""
-        end = self.end(progress)
+        end = (self.end(progress)[0], self.end(progress)[1] - progress.skipped_samples)
         steps_left = end[0] - progress.step
         before_last = (end[0] - 1, end[1] - self.batch_size)
         only_at_end = interval.at_end and steps_left > 0 and interval.count(before_last, end) == 0
-        return min(interval.count((progress.step, progress.samples), end), steps_left - only_at_end) + only_at_end
+        start = (progress.step, progress.trained_samples)
+        return min(interval.count(start, end), steps_left - only_at_end) + only_at_end
 
 
 def plan_schedule(config: Config, data: RunData, progress: Progress) -> TrainingSchedule:
@@ -161,10 +163,13 @@ def _run_length(
     batch_size = data.batch_sizes.global_batch_size
     sample_limits = []
     if training.max_tokens is not None:
-        needed = max(0, _samples_for_tokens(training.max_tokens, data, training.seed, shuffle) - progress.samples)
+        # What was left out is drawn besides.
+        tokens = training.max_tokens + progress.skipped_tokens
+        needed = max(0, _samples_for_tokens(tokens, data, training.seed, shuffle) - progress.samples)
         sample_limits.append(progress.samples + -(-needed // batch_size) * batch_size)
     if training.max_epochs is not None or (training.max_steps is None and not sample_limits):
-        sample_limits.append(max(1, round((training.max_epochs or 1) * len(data.train))))
+        samples = max(1, round((training.max_epochs or 1) * len(data.train)))
+        sample_limits.append(samples + progress.skipped_samples)
     last_sample = min(sample_limits, default=None)
     step_limits = [] if training.max_steps is None else [training.max_steps]
     if last_sample is not None:

@@ -86,12 +86,20 @@ from torchstone.tuning.quantize import bytes_per_weight
 ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 
 
-def build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext = SINGLE_PROCESS) -> Run:
+def build_run(
+    config: Config,
+    console: Console,
+    device: torch.device,
+    ctx: ParallelContext = SINGLE_PROCESS,
+    resume: str | None = None,
+) -> Run:
+    """`resume`: instead of `checkpoint.resume`."""
     # Ranks that differ only in pp or tp see the same rows and need the same dropout.
     seed = config.training.seed + ctx.dp_rank
     torch.manual_seed(seed)
     heartbeat.report_phase("looking for a checkpoint")
-    checkpoint = find_resume_checkpoint(Path(config.output_dir), _resume_setting(config, ctx), console.warn, ctx)
+    resume = resume or _resume_setting(config, ctx)
+    checkpoint = find_resume_checkpoint(Path(config.output_dir), resume, console.warn, ctx)
     model_folder = _model_folder(config, checkpoint, ctx, console)
     state = {} if checkpoint is None else read_state(checkpoint)
     heartbeat.report_phase("checking the model")
@@ -105,10 +113,9 @@ def build_run(config: Config, console: Console, device: torch.device, ctx: Paral
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, data_console, ctx, pad_to_buckets=device.type == "cuda")
     identity = run_identity(config, data)
-    progress = Progress()
+    progress = Progress() if checkpoint is None else Progress.from_dict(state)
     if checkpoint is not None:
         check_identity(state.get("identity", {}), identity, checkpoint)
-        progress = Progress.from_dict(state)
         _warn_about_batch_size(state, data, console)
     schedule = plan_schedule(config, data, progress)
     check_loss_tokens(config, data, schedule, progress)

@@ -21,7 +21,8 @@ class Progress:
     (training/out_of_memory.py). `oom_splits`: how often that happened.
 
     Of steps with bad numbers (training/bad_steps.py): how often a batch was skipped, the run rolled back, a loss was a
-    spike; how many batches were skipped in a row; and the last losses, which decide what a spike is.
+    spike; how many batches were skipped in a row; the samples and tokens that were drawn and left out; and the last
+    losses, which decide what a spike is.
     """
 
     step: int = 0
@@ -39,7 +40,13 @@ class Progress:
     rollbacks: int = 0
     loss_spikes: int = 0
     bad_in_a_row: int = 0
+    skipped_samples: int = 0
+    skipped_tokens: int = 0
     recent_losses: list[float] = field(default_factory=list)
+
+    @property
+    def trained_samples(self) -> int:
+        return self.samples - self.skipped_samples
 
     @property
     def last_logged_step(self) -> int:

@@ -44,7 +44,7 @@ class StepResult:
         # When they are known; None on a CPU.
         self.event = record_event(sums.device)
         # On the device: whether the update was applied. Set by `optimizer_step`.
-        self.may_update: Tensor | None = None
+        self.is_applied: Tensor | None = None
 
     @cached_property
     def _values(self) -> list[list[float]]:
@@ -161,9 +161,9 @@ def optimizer_step(
     is_good = loss_sum.isfinite() & (loss_sum <= max_loss * result.loss_tokens)
     squared_norm = torch.where(is_good, squared_norm, torch.nan)
     if previous is not None:
-        squared_norm = torch.where(previous.may_update, squared_norm, torch.nan)
+        squared_norm = torch.where(previous.is_applied, squared_norm, torch.nan)
     coefficient, projection = clip_coefficient(squared_norm, max_grad_norm), runner.projection
-    result.may_update = coefficient.isfinite()
+    result.is_applied = coefficient.isfinite()
     update = nullcontext() if projection is None else projection.projected_update(optimizer, coefficient)
     with record_function(OPTIMIZER_RANGE), update:
         optimizer.clip_and_step(coefficient)

@@ -20,8 +20,8 @@ from torchstone.observe.mfu import flops_per_token
 from torchstone.training.bad_steps import (
     WINDOW,
     ComputedStep,
+    judge_step,
     loss_limit,
-    may_update,
     reads_numbers_first,
     remember_loss,
 )
@@ -34,8 +34,6 @@ class StartedStep:
     """A step whose numbers may not be known yet, and the progress after it."""
 
     computed: ComputedStep
-    # That were drawn since the step before it.
-    samples: int
     lr: float
     epoch: float
     total_tokens: int
@@ -63,7 +61,6 @@ class StepLog:
         self.is_delayed = run.device.type == "cuda" and not run.ctx.any_rank(has_callback)
         self.is_delayed &= not reads_numbers_first(run.config.debug)
         self.metrics: dict[str, Any] = {}
-        self.counted_samples = run.progress.samples
         self._unread: StartedStep | None = None
         self.restart_clock()
 
@@ -116,7 +113,7 @@ class StepLog:
             return
         computed = started.computed
         if self.is_delayed:
-            may_update(self.run, computed)
+            judge_step(self.run, computed)
         remember_loss(self.run, computed.result.loss)
         if started.end is not None:
             started.end.synchronize()
@@ -153,7 +150,7 @@ def _step_metrics(run: Run, started: StartedStep, seconds: float) -> dict[str, A
         "truncated_rows": counts.truncated_long,
         "split_rows": counts.split_long,
         "cropped_tokens": counts.cropped_tokens,
-        "samples": started.samples,
+        "samples": batch.samples,
         "micro_batches": len(batch.micro_batches),
         "oom_splits": started.oom_splits,
         "skipped_steps": progress.skipped_steps,

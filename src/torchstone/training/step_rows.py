@@ -22,6 +22,12 @@ def indices_of_step(run: Run, batch: StepBatch) -> np.ndarray:
     return sampler.take(batch.samples)
 
 
+def rows_of_step(run: Run, batch: StepBatch) -> list[Row]:
+    """The rows of all ranks."""
+    indices, dp = indices_of_step(run, batch), run.ctx.dims.dp
+    return [row for dp_rank in range(dp) for row in run.data.documents(run.data.train, indices, dp_rank, dp)]
+
+
 def rows_of_micro_batch(run: Run, samples: Samples, indices: np.ndarray, batch: StepBatch, index: int) -> list[Row]:
     """The rows in this rank's micro-batch `index`. Parts of a split batch keep the order of its rows."""
     batches, ctx = batch.micro_batches, run.ctx
