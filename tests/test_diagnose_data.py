@@ -184,11 +184,7 @@ class TestHealthyData:
         hf, _ = train_tokenizer(texts, 500, chat_template=name)
         hf.save_pretrained(tmp_path / "tokenizer")
         run = build(conversations(), model__tokenizer=str(tmp_path / "tokenizer"))
-        if name == "plain":
-            # Its generation prompt ends with a space, which is a part of the first word in training.
-            assert_fault(run, "prompt_boundary", "warn", "'\\nAssistant: '", source="data.chat_template")
-        else:
-            assert_healthy(run, "template_tokens", "double_bos", *ANSWER_CHECKS)
+        assert_healthy(run, "template_tokens", "double_bos", *ANSWER_CHECKS)
 
     def test_calls_and_reasoning_pass(self, build: Callable[..., Run], tmp_path: Path) -> None:
         hf, _ = train_tokenizer([str(write_rows(tmp_path / "t.jsonl", conversations()))], 400, chat_template="chatml")
