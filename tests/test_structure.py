@@ -25,7 +25,7 @@ LAYERS = [
     {"parallel"},
     {"checkpoint"},
     {"training"},
-    {"batchsize", "diagnose", "doctor"},
+    {"batchsize", "diagnosis", "doctor"},
     {"api", "testing"},
     {"cli", "__main__", "scripts", "demo.__main__"},
 ]

@@ -13,6 +13,7 @@ __version__ = "0.2.0.dev0"
 _API_NAMES = [
     "Callback",
     "Chat",
+    "diagnose",
     "evaluate",
     "export",
     "generate",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -62,6 +62,10 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import Pattern, check_target, save_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer as train_bpe
 from torchstone.demo.builtin import data_file
+from torchstone.diagnosis.checks import CHECKS
+from torchstone.diagnosis.report import DiagnosisReport
+from torchstone.diagnosis.run_checks import CheckResult, run_checks, select_checks
+from torchstone.diagnosis.session import open_diagnosis
 from torchstone.doctor import collectives, machine
 from torchstone.doctor import environment as environment_report
 from torchstone.doctor.machine import Machine
@@ -148,15 +152,21 @@ def train_with_config(config: Config, callbacks: Sequence[Callback] = ()) -> Tra
         if not isinstance(callback, Callback):
             raise UsageError(f"callbacks has {callback!r}", "pass instances of torchstone.Callback, such as [Mine()]")
     with handle_stop_signals(), translate_comm_errors():
-        if not heartbeat.has_launcher():
-            heartbeat.report_phase("downloading from the hub")
-            config = download_with_config(config, weights=True)
-        if is_distributed() and not heartbeat.has_launcher() and not dist.is_initialized():
-            # torchrun or srun started the ranks, so no launcher has prepared the data. One process per host does it
-            # now, so that no process group waits during tokenization.
-            heartbeat.report_phase("preparing the data")
-            prepare_with_config(config)
-        return _train(config, callbacks)
+        return _train(_prepare_for_ranks(config), callbacks)
+
+
+def _prepare_for_ranks(config: Config) -> Config:
+    """Downloads and tokenizes what a launcher would have; returns the config with the commits of hub names."""
+    if heartbeat.has_launcher():
+        return config
+    heartbeat.report_phase("downloading from the hub")
+    config = download_with_config(config, weights=True)
+    if is_distributed() and not dist.is_initialized():
+        # torchrun or srun started the ranks. One process per host prepares the data now, so that no process group waits
+        # during tokenization.
+        heartbeat.report_phase("preparing the data")
+        prepare_with_config(config)
+    return config
 
 
 def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
@@ -606,6 +616,48 @@ def doctor(
 def environment() -> dict[str, Any]:
     """What a bug report needs: versions, hardware, packages and variables, without secrets."""
     return environment_report.environment()
+
+
+def diagnose(
+    config: Config | str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    full: bool = False,
+    only: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Checks whether a run of this config would train right: its model, data and layout. Leaves no trace.
+
+    Returns the `verdict` (pass, warn or fail), `next_steps`, and the `checks` with what each measured (see
+    docs/diagnose.md). `full` runs whole steps and the slow checks; `only` names the checks to run. With several
+    processes, all of them call it.
+    """
+    return diagnose_with_config(_load_and_validate(config, overrides, preset), full, only).to_dict()
+
+
+def diagnose_with_config(
+    config: Config,
+    full: bool = False,
+    only: Sequence[str] = (),
+    on_result: Callable[[CheckResult], None] = lambda result: None,
+    quiet: bool = True,
+) -> DiagnosisReport:
+    """`on_result` gets the result of each check when it is known, on every rank."""
+    checks = select_checks(CHECKS, only, full)
+    with handle_stop_signals(), translate_comm_errors():
+        config = _prepare_for_ranks(config)
+        device, system = select_device(config.system), config.system
+        timeout, join_timeout = timedelta(seconds=system.hang_timeout), timedelta(seconds=system.join_timeout)
+        heartbeat.report_phase("joining the other ranks")
+        with init_distributed(config.parallel, device, timeout, join_timeout) as ctx:
+            check_same_commits(config, ctx)
+            console = Console("quiet" if quiet else "lines") if ctx.is_main else Console("none")
+            with (
+                translate_out_of_memory("loading the model", device, lambda: smaller_state_hint(config)),
+                open_diagnosis(config, console, device, ctx, full) as diagnosis,
+            ):
+                results = run_checks(diagnosis, checks, on_result)
+            left_out = [check.name for check in CHECKS if check not in checks]
+            return DiagnosisReport(results, ctx.world_size, left_out, is_selection=bool(only))
 
 
 def generate(

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import termios
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -85,7 +85,7 @@ CountOrAll = Annotated[Literal["all"] | int, Parameter(validator=_check_not_nega
 SamplingFlags = Annotated[SamplingOptions, Parameter(name="*")]
 DEFAULT_SAMPLING = SamplingOptions()
 COMMAND_GROUPS = ("tokenizer", "launch", "debug")
-COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "plan", "launch")
+COMMANDS_WITH_KEYS = ("train", "prepare", "inspect-data", "plan", "diagnose", "launch")
 # Config keys of commands that do not train: those that errors about a model or its data name.
 MODEL_KEYS = (
     "model.implementation", "model.attention", "model.trust_remote_code", "data.chat_template",
@@ -127,7 +127,7 @@ def main(args: list[str] | None = None, resolver: Resolver = resolve, ignore_lat
             stream.reconfigure(errors="backslashreplace")
     flags: list[tuple[str, str]] = []
     try:
-        if args[:1] in (["train"], ["doctor"], ["prepare"]):
+        if args[:1] in (["train"], ["doctor"], ["prepare"], ["diagnose"]):
             heartbeat.attach()
         if args[:1] and args[0] in COMMANDS_WITH_KEYS:
             flags, args = extract_config_flags(args)
@@ -187,6 +187,7 @@ def build_app(commands: Commands) -> App:
     app.command(commands.prepare, help_epilogue=KEYS_HELP)
     app.command(commands.inspect_data, help_epilogue=KEYS_HELP)
     app.command(commands.plan, help_epilogue=KEYS_HELP)
+    app.command(commands.diagnose, help_epilogue=KEYS_HELP)
     app.command(commands.doctor)
     app.command(commands.evaluate, help_epilogue=_keys_help("evaluate"))
     app.command(commands.export)
@@ -539,6 +540,70 @@ class Commands:
         for line in dump_lines(summary):
             _print_line(line)
 
+    def diagnose(
+        self,
+        config: Path | None = None,
+        /,
+        *,
+        preset: str | None = None,
+        options: LaunchFlags = NO_LAUNCH_OPTIONS,
+        full: Switch = False,
+        only: str = "",
+        list_checks: Annotated[bool, Parameter(name="--list", negative="")] = False,
+        as_json: JsonFlag = False,
+    ) -> None:
+        """Check whether training is right, on the model, data and layout of a run, and if not, say where to look.
+
+        Nothing is written into the run's folder. The exit code is 0 if no check fails; otherwise that of the worst: 3
+        for data, 6 for the model and its checkpoint, 5 for numbers.
+
+        Args:
+            config: JSON, YAML or TOML file.
+            preset: demo, demo-chat, debug or production; the file and the flags override it.
+            full: Check whole steps of the run, and run the slow checks too.
+            only: Checks to run, separated by commas.
+            list_checks: List the checks with what must hold, and stop.
+            as_json: Print unrounded JSON only.
+        """
+        if list_checks:
+            from torchstone.diagnosis.checks import CHECKS
+
+            for check in CHECKS:
+                slow = ", with --full" if check.is_slow else ""
+                _print_line(f"{check.name:<20}{check.severity:<10}{check.title}{slow}")
+            return
+        resolved = self._resolve(config, preset)
+        plan = plan_launch(options, resolved.system, os.environ)
+        flags = [*(["--full"] if full else []), *([f"--only={only}"] if only else []), *(["--json"] if as_json else [])]
+        if plan is not None:
+            self._launch_diagnosis(resolved, plan, flags)
+            return
+        heartbeat.begin_startup(of_process=True)
+        from torchstone import api
+        from torchstone.diagnosis.report import result_lines, verdict_lines
+
+        is_main = os.environ.get("RANK", "0") == "0"
+
+        def print_lines(lines: Iterable[str]) -> None:
+            if is_main and not as_json:
+                for line in lines:
+                    _print_line(line)
+                sys.stdout.flush()
+
+        names = [name.strip() for name in only.split(",") if name.strip()]
+        report = api.diagnose_with_config(
+            resolved, full, names, lambda result: print_lines(result_lines(result)), quiet=as_json
+        )
+        print_lines(verdict_lines(report))
+        if is_main and as_json:
+            _print_json(report.to_dict())
+        if report.error is not None:
+            sys.stdout.flush()
+            raise report.error
+        if _is_worker():
+            api.destroy_process_group()
+            _exit(0)
+
     def evaluate(
         self,
         source: str,
@@ -755,6 +820,20 @@ class Commands:
                 secret = output_dir / SECRET_FILE
                 files = WorkerFiles(_log_folder(config), pinned.read_text(), lock, secret, output_dir)
                 code = run_workers(plan, [*command, "train"], files, self.ignore_late_signals)
+        if code:
+            sys.exit(code)
+
+    def _launch_diagnosis(self, config: Config, plan: LaunchPlan, flags: list[str]) -> None:
+        """Runs `diagnose` in several processes. Unlike a training run it has no folder, no lock and no logs."""
+        command = _worker_command()
+        with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
+            file, pinned = Path(folder) / "config.json", Path(folder) / "pinned.json"
+            file.write_text(json.dumps(to_dict(config), indent=2))
+            check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
+            code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
+            if code == 0:
+                command += ["diagnose", str(pinned), *flags]
+                code = run_workers(plan, command, ignore_late_signals=self.ignore_late_signals)
         if code:
             sys.exit(code)
 

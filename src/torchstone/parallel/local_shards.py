@@ -33,6 +33,11 @@ class TensorShard:
     def is_full(self) -> bool:
         return tuple(self.tensor.shape) == self.shape
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where the slice is in the global tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.tensor.shape, strict=True))
+
 
 class TensorSlice(NamedTuple):
     """Name and shape of a global tensor, and the offset and size of a slice of it."""

@@ -265,6 +265,12 @@ class SubspaceProjection:
                 parameter.grad = gradient = gradient.float()
             self._project(parameter, _local(gradient), basis)
 
+    @torch.no_grad()
+    def project_parameters(self) -> None:
+        """For values that are not those of training."""
+        for parameter, basis, _ in self.bases:
+            self._project(parameter, _local(parameter), basis)
+
     @contextmanager
     def projected_update(self, optimizer: AdamW, coefficient: Tensor) -> Iterator[None]:
         """Projects the change that the optimizer makes to each Z within the context. W0_low decays like Z.

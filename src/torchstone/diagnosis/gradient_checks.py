@@ -1,0 +1,266 @@
+"""Are the gradients those of the loss, on every rank, of all that should be trained, and summed in fp32?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchstone.diagnosis.check import Finding, SkipCheck, Status
+from torchstone.diagnosis.factor_noise import factor_noise
+from torchstone.diagnosis.gradients import (
+    EXACT_GRADIENT_LIMIT,
+    GradientError,
+    compute_step,
+    gradient_errors,
+    gradient_shards,
+    largest,
+    run_micro_batches,
+    total_norm,
+)
+from torchstone.diagnosis.hypotheses import Hypothesis, document_weights, list_hypotheses
+from torchstone.diagnosis.loss_checks import agreement, relative
+from torchstone.diagnosis.restore import clear_gradients
+from torchstone.diagnosis.session import Diagnosis
+from torchstone.models.model import FallbackModel
+from torchstone.parallel.local_shards import TensorShard, local_shards
+from torchstone.training.run import Run
+from torchstone.training.step import compute_gradients
+
+# Of the norm; the sum of squares of a large tensor rounds with the root of its size.
+NORM_LIMIT, NORM_ROUNDING = 1e-4, 2e-7
+# The share of values that are exact in bf16: of a sum in fp32 it is small, of one in bf16 it is 1.
+BF16_SHARE_LIMIT = 0.95
+# Ranks that hold the same shard must agree to this, relative to the norm.
+REPLICA_LIMIT = 1e-6
+MAX_SHOWN = 3
+# A cause, where it comes from, and what to do.
+IN_BF16 = (
+    "gradients are summed or reduced in bf16: small parts of a sum are lost",
+    "parallel/fsdp.py: mixed_precision_policy (reduce_dtype), models/master_weights.py",
+    "sum gradients in fp32, whatever they are computed in; only training.precision bf16-pure sums in bf16",
+)
+# Tensors with fewer values say little.
+MIN_VALUES = 64
+
+
+def check_gradients(diagnosis: Diagnosis) -> Finding:
+    exact = diagnosis.exact
+    weights = document_weights(diagnosis.contents, diagnosis.loss_sums)
+    expected = diagnosis.reference.gradients(diagnosis.documents, weights)
+    grad_norm = compute_step(diagnosis, exact).grad_norm
+    errors = gradient_errors(exact, expected)
+    worst, norm_error = largest(errors), relative(grad_norm, total_norm(expected.values()))
+    values = {"error": worst.error, "limit": EXACT_GRADIENT_LIMIT, "grad_norm": grad_norm, "norm_error": norm_error}
+    norm_limit = max(NORM_LIMIT, NORM_ROUNDING * max(tensor.numel() for tensor in expected.values()) ** 0.5)
+    text = f"{len(errors)} tensors agree to {worst.error:.1e} with the definition, their norm to {norm_error:.1e}"
+    limits = f"{EXACT_GRADIENT_LIMIT:g}, norm {norm_limit:.0e}"
+    if worst.error <= EXACT_GRADIENT_LIMIT and norm_error <= norm_limit:
+        clear_gradients(exact)
+        return Finding("pass", text, limits, values=values)
+    cause, source, next_step = _explain(diagnosis, errors)
+    clear_gradients(exact)
+    off = sum(each.error > EXACT_GRADIENT_LIMIT for each in errors)
+    text = f"{off} of {len(errors)} tensors are off, {worst.name} by {worst.error:.1%}"
+    text = text if off else f"the norm of all gradients is off by {norm_error:.1%}"
+    return Finding("fail", text, limits, cause, source, next_step, values)
+
+
+def _explain(diagnosis: Diagnosis, errors: list[GradientError]) -> tuple[str, str, str]:
+    """The cause of wrong gradients, which are still in the exact run; where it comes from, and what to do."""
+    contents, sums, exact = diagnosis.contents, diagnosis.loss_sums, diagnosis.exact
+    if contents.problem is not None:
+        return contents.problem, "the check batch says more", "repair the batch first"
+    failed_loss = diagnosis.failed.get("loss")
+    if failed_loss is not None and diagnosis.is_explained("loss"):
+        return f"{failed_loss.cause} (see loss)", str(failed_loss.source), str(failed_loss.next_step)
+    if largest(errors).error <= EXACT_GRADIENT_LIMIT:
+        return (
+            "every gradient is right, but not the norm that clips them: some shards are counted twice or not at all",
+            "parallel/local_shards.py: is_owner, training/step.py: compute_gradients",
+            "compare the norm with that of one process",
+        )
+    hypotheses = [each for each in list_hypotheses(contents, sums) if not np.allclose(each.weights, 0)]
+    # Several may have the same weights.
+    for each in {(each.weights.tobytes(), each.variant): each for each in reversed(hypotheses)}.values():
+        if _explains(diagnosis, each):
+            return each.cause, each.source, each.next_step
+    if contents.ranks > 1 and _is_own_part(diagnosis):
+        return (
+            "each rank has the gradient of its own rows only: they are not reduced over the data-parallel ranks",
+            "parallel/fsdp.py: set_fsdp_sync, apply_fsdp",
+            "all-reduce (or reduce-scatter) the gradients before the update",
+        )
+    if max(measure_bf16_shares(diagnosis, exact)) > BF16_SHARE_LIMIT:
+        return IN_BF16
+    off = [each for each in errors if each.error > EXACT_GRADIENT_LIMIT]
+    ranks = sorted({each.rank for each in off})
+    where = f" (worst on rank {', '.join(map(str, ranks))})" if exact.ctx.world_size > 1 else ""
+    what = f"only {off[0].name} is off{where}"
+    if len(off) > 1:
+        what = (
+            f"all that is off lies between {off[0].name} and {off[-1].name}{where}; errors of a backward pass spread "
+            "from the loss to the embedding, so it enters at the last of these"
+        )
+    return (
+        f"no known mistake explains it; {what}",
+        f"the module of {off[-1].name}",
+        "compare this module's backward pass with autograd's on the plain formula",
+    )
+
+
+def _explains(diagnosis: Diagnosis, hypothesis: Hypothesis) -> bool:
+    expected = diagnosis.reference.gradients(diagnosis.documents, hypothesis.weights, hypothesis.variant)
+    return largest(gradient_errors(diagnosis.exact, expected)).error <= EXACT_GRADIENT_LIMIT
+
+
+def _is_own_part(diagnosis: Diagnosis) -> bool:
+    """Whether each data-parallel rank has only the gradient of its own documents."""
+    contents, exact = diagnosis.contents, diagnosis.exact
+    weights = document_weights(contents, diagnosis.loss_sums)
+    own = np.array([-1 if place is None else place.rank for place in contents.places])
+    parts = [diagnosis.reference.gradients(diagnosis.documents, weights * (own == r)) for r in range(contents.ranks)]
+    errors = gradient_errors(exact, parts[exact.ctx.dp_rank])
+    return largest(errors).error <= EXACT_GRADIENT_LIMIT
+
+
+def check_replicas(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    if run.ctx.world_size == 1:
+        raise SkipCheck("one process")
+    with factor_noise(run):
+        run.model.train(False)
+        run.optimizer.reset_state()
+        result = compute_gradients(run.runner, diagnosis.batch(run), 1)
+        gradients = _largest_gap(run, gradient_shards(run))
+        run.optimizer.clip_and_step(torch.ones_like(result.sums[1]))
+        config = run.model.decoder_config
+        shards = (local_shards(config, name, p.detach()) for name, p in run.model.named_parameters())
+        weights = _largest_gap(run, chain.from_iterable(shards))
+    values = {"gradients": gradients[0], "weights": weights[0], "limit": REPLICA_LIMIT}
+    is_right = max(gradients[0], weights[0]) <= REPLICA_LIMIT
+    text = f"gradients of ranks with the same shard {agreement(is_right, gradients[0])}, weights after a step "
+    text += agreement(is_right, weights[0])
+    if is_right:
+        return Finding("pass", text, f"{REPLICA_LIMIT:g}", values=values)
+    what, (_, name, ranks) = ("gradient", gradients) if gradients[0] > REPLICA_LIMIT else ("weight", weights)
+    return Finding(
+        "fail", text, f"{REPLICA_LIMIT:g}",
+        f"ranks {ranks} hold the same shard of {name}, but not the same {what}: it is not reduced over them, so they "
+        "train different models",
+        "parallel/fsdp.py: set_fsdp_sync (data-parallel ranks), parallel/tensor_parallel.py (tp ranks)",
+        f"all-reduce the gradient of {name} over these ranks", values,
+    )  # fmt: skip
+
+
+def _largest_gap(run: Run, shards: Iterable[TensorShard]) -> tuple[float, str, str]:
+    """The largest difference between ranks with the same shard, in its norm or its product with a fixed vector; the
+    tensor and the ranks."""
+    own = {}
+    for shard in shards:
+        values = shard.tensor.detach().cpu().double().flatten()
+        probe = torch.linspace(-1, 1, len(values), dtype=torch.float64).sin() + 0.5
+        own[shard.name, shard.offset, tuple(shard.tensor.shape)] = (values.norm().item(), values.dot(probe).item())
+    seen: dict[Any, list[tuple[int, tuple[float, float]]]] = {}
+    for rank, numbers in enumerate(run.ctx.all_gather_object(own)):
+        for key, pair in numbers.items():
+            seen.setdefault(key, []).append((rank, pair))
+    worst = (0.0, "nothing", "")
+    for key, ((first, (norm, product)), *others) in seen.items():
+        for rank, pair in others:
+            gap = max(abs(pair[0] - norm), abs(pair[1] - product)) / max(norm, 1e-12)
+            worst = max(worst, (gap, key[0], f"{first} and {rank}"))
+    return worst
+
+
+def check_frozen(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    if run.model.tuning is None:
+        off = [name for name, parameter in run.model.named_parameters() if not parameter.requires_grad]
+    else:
+        off = [n for n, p in run.model.named_parameters() if run.model.tuning.is_trained(n) and not p.requires_grad]
+    with factor_noise(run):
+        compute_step(diagnosis, run)
+        own = dict[str, bool]()
+        for shard in gradient_shards(run):
+            own[shard.name] = own.get(shard.name, False) or bool((shard.tensor != 0).any())
+        clear_gradients(run)
+    reached: dict[str, bool] = {}
+    for flags in run.ctx.all_gather_object(own):
+        for name, flag in flags.items():
+            reached[name] = reached.get(name, False) or flag
+    off = list(dict.fromkeys(name for names in run.ctx.all_gather_object(off) for name in names))
+    without = [name for name, flag in reached.items() if not flag]
+    values = {"trained": float(len(reached)), "frozen": float(len(off)), "without_gradient": float(len(without))}
+    text, limit = f"{len(reached) - len(without)} of {len(reached) + len(off)} trained tensors get a gradient", "all"
+    if not off and not without:
+        return Finding("pass", text, limit, values=values)
+    names = ", ".join((off or without)[:MAX_SHOWN])
+    if off:
+        cause = f"requires_grad is off: {names}"
+        source = "the code that builds or freezes the model (tuning/plan.py: freeze)"
+    elif len(without) == len(reached):
+        cause, source = (
+            "no gradient is there at the end of a step",
+            "parallel/fsdp.py: set_fsdp_sync, the backward pass",
+        )
+    else:
+        cause = f"the loss does not depend on {names}: something between them and the loss is detached or unused"
+        source = f"the module of {without[0]}"
+    # A model of Transformers may have parameters that a text does not use, such as those of an expert or of images.
+    status: Status = "warn" if isinstance(run.model, FallbackModel) and not off else "fail"
+    return Finding(
+        status, text, limit, cause, source, "let it train, or freeze it on purpose with tuning.method", values
+    )
+
+
+def check_reduction(diagnosis: Diagnosis) -> Finding:
+    run, precision = diagnosis.run, diagnosis.config.training.precision
+    if precision.endswith("-pure"):
+        raise SkipCheck(f"training.precision {precision} keeps gradients in bf16")
+    diagnosis.require("dtypes")
+    contents = diagnosis.contents
+    if contents.ranks == contents.micro_steps == 1:
+        raise SkipCheck("one micro-batch on one rank: nothing is summed")
+    with factor_noise(run):
+        share = max(measure_bf16_shares(diagnosis, run))
+    parts = f"{contents.micro_steps} micro-steps on {contents.ranks} rank{'s' if contents.ranks > 1 else ''}"
+    text = f"{share:.1%} of a tensor's values, summed over {parts}, are exact in bf16"
+    values, limit = {"share": share, "limit": BF16_SHARE_LIMIT}, f"{BF16_SHARE_LIMIT:.0%}"
+    if share <= BF16_SHARE_LIMIT:
+        return Finding("pass", text, limit, values=values)
+    return Finding("fail", text, limit, *IN_BF16, values)
+
+
+def measure_bf16_shares(diagnosis: Diagnosis, run: Run) -> list[float]:
+    """The share of values that bf16 holds exactly, in the tensor where it is smallest: after one micro-step, where
+    several ranks are summed, and after all. All ranks must call it."""
+    shares, contents, batch = [], diagnosis.contents, diagnosis.batch(run)
+    clear_gradients(run)
+    if contents.ranks > 1:
+        run_micro_batches(run, batch.micro_batches[:1], batch.loss_tokens)
+        shares.append(_bf16_share(run))
+    if contents.micro_steps > 1:
+        run_micro_batches(run, batch.micro_batches, batch.loss_tokens)
+        shares.append(_bf16_share(run))
+    return shares or [0.0]
+
+
+def _bf16_share(run: Run) -> float:
+    """Clears the gradients."""
+    counts: dict[str, tuple[int, int]] = {}
+    for shard in gradient_shards(run):
+        values = shard.tensor[shard.tensor != 0].float()
+        exact, total = counts.get(shard.name, (0, 0))
+        counts[shard.name] = exact + int((values.bfloat16().float() == values).sum()), total + values.numel()
+    clear_gradients(run)
+    shares = [
+        exact / total
+        for own in run.ctx.all_gather_object(counts)
+        for exact, total in own.values()
+        if total >= MIN_VALUES
+    ]
+    return min(shares, default=0.0)

@@ -1,0 +1,236 @@
+"""Does the model learn: one sample and a small batch by heart, and at the learning rate that is configured?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchstone.data.loader import RunData
+from torchstone.diagnosis.batch_contents import step_documents
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.checked_step import step_tokens
+from torchstone.diagnosis.lowest_loss import lowest_loss
+from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
+from torchstone.diagnosis.session import Diagnosis
+from torchstone.errors import NumericalError
+from torchstone.training.loop import train_loop
+from torchstone.training.run import Callback, Run
+from torchstone.training.step import compute_gradients, optimizer_step
+
+# The range test: from the first learning rate to the last, by this factor each step.
+FIRST_RATE, LAST_RATE, GROWTH = 1e-5, 10.0, 1.6
+# The loss blows up when it has lost half of what it gained, and this much, and this share of what it was.
+LOST_GAIN, MIN_RISE, MIN_SHARE = 0.5, 0.1, 0.1
+# A learning rate this many times the one at which the loss blows up is no use; a smaller one is tried, for some steps.
+TOO_LARGE, DIRECT_STEPS = 10.0, 12
+# Memorizing: tokens of a sample, samples of the small batch, steps.
+MAX_TOKENS, MIN_TOKENS, SMALL_BATCH, MAX_STEPS = 64, 24, 4, 100
+# Learning rates that are tried, as shares of that at which the loss blows up.
+RATE_SHARES, MAX_RATE = (0.1, 0.3, 0.03), 1e-2
+# By default, of each check.
+MAX_SECONDS = 30.0
+# A loss below it cannot be halved in any useful sense.
+KNOWN_BY_HEART = 1e-3
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When samples count as learned: a loss, and a share of the first one; above the lowest that is possible."""
+
+    what: str
+    samples: int
+    loss: float
+    share: float
+    lowest: float = 0.0
+
+    def is_reached(self, losses: list[float]) -> bool:
+        first, last = losses[0] - self.lowest, losses[-1] - self.lowest
+        return last < self.loss and last < max(self.share * first, KNOWN_BY_HEART)
+
+    @property
+    def limit(self) -> str:
+        parts = [f"under {self.loss:g}"] if math.isfinite(self.loss) else []
+        text = " and ".join([*parts, f"under {self.share:g} of its start"])
+        return (
+            text
+            if self.lowest < 1e-3
+            else f"{text}, above the {self.lowest:.3f} that a frozen head or a soft cap allows"
+        )
+
+
+ONE_SAMPLE = Goal("one sample", 1, 0.1, 0.5)
+FEW_SAMPLES = Goal(f"{SMALL_BATCH} samples", SMALL_BATCH, math.inf, 0.3)
+
+
+def check_learning_rate(diagnosis: Diagnosis) -> Finding:
+    diagnosis.require("batch", "loss")
+    blow_up, configured = blow_up_rate(diagnosis), diagnosis.config.optim.learning_rate
+    values = {"learning_rate": configured, "blows_up_at": blow_up}
+    where = f"at {blow_up:.1e}" if math.isfinite(blow_up) else f"nowhere up to {LAST_RATE:g}"
+    text = f"optim.learning_rate is {configured:g}, and the loss blows up {where}"
+    if configured < blow_up:
+        return Finding("pass", text, "below that", values=values)
+    losses = train_at(diagnosis, lambda _: configured, DIRECT_STEPS)
+    is_bad = not losses[-1] < losses[0]
+    text += f"; in {len(losses)} steps it goes from {losses[0]:.3f} to {losses[-1]:.3f}"
+    return Finding(
+        "fail" if is_bad or configured > TOO_LARGE * blow_up else "warn", text, "below that",
+        f"the learning rate is {configured / blow_up:.0f} times the one at which the loss blows up",
+        "optim.learning_rate", f"try --optim.learning_rate {blow_up / 30:.0e}",
+        values | {"first_loss": losses[0], "last_loss": losses[-1]},
+    )  # fmt: skip
+
+
+def blow_up_rate(diagnosis: Diagnosis) -> float:
+    """The learning rate, rising from step to step on one small batch, at which the loss gets worse again."""
+    if diagnosis.blow_up_rate is None:
+        rates = list(_rates())
+        losses = train_at(diagnosis, rates.__getitem__, len(rates), has_blown_up)
+        # A loss is that of the weights before its step, so the step before the last one was too large.
+        diagnosis.blow_up_rate = rates[max(0, len(losses) - 2)] if has_blown_up(losses) else math.inf
+    return diagnosis.blow_up_rate
+
+
+def has_blown_up(losses: list[float]) -> bool:
+    first, lowest = losses[0], min(losses)
+    return not losses[-1] <= lowest + max(LOST_GAIN * (first - lowest), MIN_RISE, MIN_SHARE * first)
+
+
+def train_at(
+    diagnosis: Diagnosis,
+    rate_of: Callable[[int], float],
+    steps: int,
+    should_stop: Callable[[list[float]], bool] = lambda losses: False,
+) -> list[float]:
+    """The losses of steps on one small batch, at the learning rate of each; the same on all ranks."""
+    data, losses = small_data(diagnosis, SMALL_BATCH), list[float]()
+    with diagnosis.trial(diagnosis.run, data, {}) as trial:
+        trial.model.train()
+        batch = next(iter(data.batches(trial.config, 0, len(data.train), trial.ctx.dp_rank, trial.ctx.dims.dp)))
+        for step in range(steps):
+            result = compute_gradients(trial.runner, batch, step + 1)
+            is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+            losses.append(diagnosis.ctx.all_gather_object(result.loss if is_finite else math.inf)[0])
+            if math.isinf(losses[-1]) or should_stop(losses):
+                break
+            max_norm = diagnosis.config.optim.max_grad_norm
+            optimizer_step(trial.runner, trial.optimizer, result, step + 1, rate_of(step), max_norm)
+    return losses
+
+
+def _rates() -> Iterator[float]:
+    rate = FIRST_RATE
+    while rate <= LAST_RATE:
+        yield rate
+        rate *= GROWTH
+
+
+def check_one_sample(diagnosis: Diagnosis) -> Finding:
+    return memorize(diagnosis, ONE_SAMPLE)
+
+
+def check_small_batch(diagnosis: Diagnosis) -> Finding:
+    return memorize(diagnosis, FEW_SAMPLES)
+
+
+def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
+    """Trains on a few samples until they are learned, at one learning rate after another; without --full, not long."""
+    diagnosis.require("batch", "loss")
+    data = small_data(diagnosis, goal.samples)
+    targets = np.concatenate([each.shifted(1) for each in step_documents(data, range(len(data.train)))])
+    lowest = lowest_loss(diagnosis.plain.model, targets[targets >= 0])
+    goal = Goal(goal.what, goal.samples, goal.loss, goal.share, lowest or 0.0)
+    deadline = math.inf if diagnosis.is_full else time.monotonic() + MAX_SECONDS
+    losses, rate, is_late = list[float](), 0.0, False
+    for each in memorizing_rates(blow_up_rate(diagnosis)):
+        attempt = _train(diagnosis, data, each, goal, deadline)
+        if not losses or attempt[-1] < losses[-1]:
+            losses, rate = attempt, each
+        is_late = diagnosis.ctx.any_rank(time.monotonic() > deadline)
+        if goal.is_reached(losses) or is_late:
+            break
+    values = {"first_loss": losses[0], "last_loss": losses[-1], "steps": float(len(losses)), "learning_rate": rate}
+    text = f"{goal.what}: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps at learning rate {rate:.1e}"
+    if goal.is_reached(losses):
+        return Finding("pass", text, goal.limit, values=values)
+    if is_late:
+        return Finding(
+            "warn", text, goal.limit, f"{MAX_SECONDS:g} s were not enough", "the speed of this device",
+            "--full has no limit of time", values,
+        )  # fmt: skip
+    cause = _why_not_learned(losses)
+    if lowest is None and cause == NOT_BY_HEART:
+        raise SkipCheck(f"{text}; what the frozen parts of this model allow is not known")
+    # Adapters of few linears may not have what it takes.
+    is_partial = cause == NOT_BY_HEART and diagnosis.run.model.tuning is not None
+    return Finding(
+        "warn" if is_partial else "fail", text, goal.limit, cause,
+        "the backward pass and the optimizer; tuning.method decides what is trained",
+        "look at gradients, frozen and dtypes first, then at optim.*", values,
+    )  # fmt: skip
+
+
+def memorizing_rates(blow_up: float) -> list[float]:
+    return list(dict.fromkeys(min(MAX_RATE, share * blow_up) for share in RATE_SHARES))
+
+
+def _train(diagnosis: Diagnosis, data: RunData, rate: float, goal: Goal, deadline: float) -> list[float]:
+    """The losses of the training loop at a constant learning rate, the same on all ranks."""
+    settings = {
+        "optim.learning_rate": rate, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.warmup_ratio": 0.0,
+        "optim.min_lr_ratio": 0.0, "training.mode": None, "training.max_steps": MAX_STEPS, "training.max_epochs": None,
+        "training.max_tokens": None,
+    }  # fmt: skip
+    recorder = LossRecorder(goal, deadline)
+    with diagnosis.trial(diagnosis.run, data, settings) as trial:
+        try:
+            train_loop(trial, [recorder])
+        except NumericalError:
+            recorder.losses.append(math.inf)
+    return diagnosis.ctx.all_gather_object(recorder.losses)[0]
+
+
+NOT_BY_HEART = "the loss falls, but too little: what is trained cannot learn it by heart, or gradients are wrong"
+
+
+def _why_not_learned(losses: list[float]) -> str:
+    first, last = losses[0], losses[-1]
+    if abs(last - first) <= 1e-4 * abs(first):
+        return (
+            "the loss does not change at all: the optimizer's update does not reach the weights that are computed with"
+        )
+    if last > first or not math.isfinite(last):
+        return "the loss rises: gradients or updates have the wrong sign, or every rate that was tried is too large"
+    return NOT_BY_HEART
+
+
+def small_data(diagnosis: Diagnosis, number: int) -> RunData:
+    """The first samples with labels, cut to a few tokens, in steps that have all of them."""
+    run = diagnosis.run
+    room = MAX_TOKENS if diagnosis.is_full else min(MAX_TOKENS, max(MIN_TOKENS, step_tokens(run) // SMALL_BATCH))
+    labelled = diagnosis.step.indices[diagnosis.step.data.train.loss_tokens[diagnosis.step.indices] > 0]
+    samples = SelectedSamples(diagnosis.step.data.train, labelled[:number], room)
+    samples = SelectedSamples(samples, np.flatnonzero(samples.loss_tokens > 0))
+    if not len(samples):
+        raise SkipCheck(f"no sample has a label among {room} tokens")
+    rows = diagnosis.step.data.batch_sizes.micro_batch_rows
+    return select_data(diagnosis.step.data, samples, len(samples), rows, run.ctx.dims.dp)
+
+
+class LossRecorder(Callback):
+    """The losses of all steps; ends the run when the goal is reached, or at the deadline."""
+
+    def __init__(self, goal: Goal, deadline: float) -> None:
+        self.goal, self.deadline, self.losses = goal, deadline, list[float]()
+
+    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
+        self.losses.append(metrics["loss"])
+        if self.goal.is_reached(self.losses):
+            run.stop("learned")
+        elif time.monotonic() > self.deadline:
+            run.stop("too late")

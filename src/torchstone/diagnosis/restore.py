@@ -1,0 +1,52 @@
+"""Puts back what a check changes: a diagnosis trains on the one model that there is, and leaves it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torchstone.optim.clip import to_local
+from torchstone.training.run import Run
+
+
+@contextmanager
+def restored(run: Run) -> Iterator[None]:
+    """Puts back what training changes: weights, moments, learning rates, gradients, buffers, random numbers, mode."""
+    run.runner.reshard()
+    model, optimizer, was_training = run.model, run.optimizer, run.model.module.training
+    tensors = [to_local(parameter.detach()) for _, parameter in model.trained_parameters()]
+    tensors += [buffer for part in model.model_parts for buffer in part.buffers() if buffer.is_floating_point()]
+    # On the CPU: a GPU may have no memory for another copy.
+    values = [tensor.to("cpu", copy=True) for tensor in tensors]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+            yield
+    finally:
+        clear_gradients(run)
+        run.runner.reshard()
+        optimizer.reset_state()
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        refresh_copies(run)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        model.train(was_training)
+
+
+@torch.no_grad()
+def refresh_copies(run: Run) -> None:
+    """After a change of master weights: the module computes with copies of them."""
+    if run.model.master_weights is not None:
+        for master, copy in run.model.master_weights.copies.items():
+            if master.requires_grad:
+                copy.copy_(master)
+
+
+def clear_gradients(run: Run) -> None:
+    run.optimizer.zero_grad(set_to_none=True)
+    for part in run.model.model_parts:
+        part.zero_grad(set_to_none=True)

@@ -1,0 +1,232 @@
+"""The part of the data that the checks look at: rows as the files have them, and as the tokens that training gets.
+
+It is bounded, and the same every time: rows from a few chunks, spread over the files of each source, and the samples of
+one step. Reading it takes a tenth of a second, for data of any size. Wherever labels decide something, documents come
+from collated micro-batches, so that all that happens between a file and the loss is measured.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from torchstone.data.cache import LINES_PER_FILE, TokenCache
+from torchstone.data.collate import PADDING_DOC_ID, MicroBatch
+from torchstone.data.formats import IGNORE_INDEX, RowFormat
+from torchstone.data.loader import StepBatch
+from torchstone.data.samples import BestFitSamples, ConcatSamples, Samples, SequenceSamples, StreamSamples
+from torchstone.data.sources import (
+    CHUNK_BYTES,
+    DELIMITERS,
+    Chunk,
+    Row,
+    file_type,
+    parse_rows,
+    read_chunks,
+    size_on_disk,
+)
+from torchstone.diagnosis.check import SkipCheck
+from torchstone.diagnosis.turns import Turn, read_turns
+from torchstone.training.run import Run
+
+# Of a source: rows, and the chunks of about 2 MB they are from. Each of many sources has less, but at least MIN_ROWS.
+MAX_ROWS, MAX_CHUNKS, MIN_ROWS = 64, 8, 8
+# A row may have been left out, so more are parsed.
+PARSED_PER_ROW = 4
+# Between two chunks of a file, at most this many are read and not looked at.
+MAX_CHUNK_STEP = 4
+# Of the step that is looked at, and of all sources where tokens are counted.
+MAX_STEP_TOKENS, MAX_TOKENS = 1 << 18, 1 << 24
+# A failure concerns at least this share of what was looked at, unless a single case is one.
+MAX_WRONG = 0.05
+CachedSamples = SequenceSamples | StreamSamples | BestFitSamples
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens that share no attention with others. `labels[t]` is what the loss expects after `ids[t]`, or -100."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def trained(self) -> list[tuple[int, int]]:
+        """The ranges [start, end) of labels without a -100 between them."""
+        edges = np.diff(np.concatenate(([0], self.labels != IGNORE_INDEX, [0])).astype(np.int8))
+        return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """A row of a file, its texts, and its documents in order: one, unless the row was split."""
+
+    row: Row
+    cache: TokenCache
+    turns: list[Turn]
+    documents: list[Document]
+
+    @property
+    def origin(self) -> str:
+        return f"{self.row.path}:{self.row.line}"
+
+    @property
+    def row_format(self) -> RowFormat:
+        return self.cache.row_format
+
+
+def train_parts(samples: Samples) -> list[tuple[int, CachedSamples]]:
+    """The number of the first sample of each source, and its samples."""
+    parts = samples.parts if isinstance(samples, ConcatSamples) else [samples]
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+    return [(int(start), part) for start, part in zip(starts, parts, strict=False) if isinstance(part, CachedSamples)]
+
+
+def sequence_numbers(part: CachedSamples) -> np.ndarray:
+    """Which sequences of its cache a source uses: not those that are held out."""
+    return part.documents if isinstance(part, BestFitSamples) else part.indices
+
+
+def sample_rows(run: Run, formats: tuple[RowFormat, ...]) -> list[SampledRow]:
+    """Some training rows of each source that has one of `formats`. Raises SkipCheck without any."""
+    parts = [each for each in train_parts(run.data.train) if each[1].cache.row_format in formats]
+    rows = [row for start, part in parts for row in _rows_of_part(run, start, part, len(parts))]
+    if not rows:
+        raise SkipCheck(f"no training row is of the formats {', '.join(formats)}")
+    return rows
+
+
+def sample_sequences(
+    run: Run, formats: tuple[RowFormat, ...], count: int
+) -> Iterator[tuple[TokenCache, str, np.ndarray, np.ndarray]]:
+    """About `count` sequences, spread over all of each source: its cache, file:line, ids, and labels (not shifted).
+
+    Only the first sequence of a row that was split, and also of rows that are held out."""
+    caches = [part.cache for _, part in train_parts(run.data.train) if part.cache.row_format in formats]
+    for cache in caches:
+        chosen = np.linspace(0, len(cache) - 1, max(MIN_ROWS, count // len(caches))).astype(np.int64)
+        for number in np.unique(np.searchsorted(cache.origins, cache.origins[chosen])).tolist():
+            sequence = cache.sequence(number)
+            yield cache, cache.origin(number), sequence.ids, sequence.labels
+
+
+def sample_step(run: Run) -> tuple[np.ndarray, StepBatch, list[Document]]:
+    """The first samples of the next step, the micro-batches that they become, and the documents of those."""
+    sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, run.progress.samples)
+    indices = sampler.take(min(MAX_ROWS, len(run.data.train)))
+    ends = np.cumsum(run.data.train.lengths[indices])
+    indices = indices[: max(1, int((ends <= MAX_STEP_TOKENS).sum()))]
+    batch = run.data.step_batch(run.data.train, indices, run.progress.samples)
+    return indices, batch, [document for micro_batch in batch.micro_batches for document in read_documents(micro_batch)]
+
+
+def read_documents(batch: MicroBatch) -> list[Document]:
+    """The documents of a micro-batch, without padding."""
+    documents = []
+    tensors = (tensor.numpy() for tensor in (batch.ids, batch.labels, batch.doc_ids))
+    for ids, labels, doc_ids in zip(*tensors, strict=True):
+        edges = [0, *(np.flatnonzero(np.diff(doc_ids)) + 1).tolist(), len(doc_ids)]
+        documents += [
+            Document(ids[start:end], labels[start:end])
+            for start, end in pairwise(edges)
+            if doc_ids[start] != PADDING_DOC_ID
+        ]
+    return documents
+
+
+def is_cut(run: Run, row: SampledRow) -> bool:
+    """Whether a row may lack its end, or is split."""
+    return len(row.documents) != 1 or len(row.documents[0].ids) >= run.config.data.context_length
+
+
+def decode(run: Run, ids: np.ndarray | list[int]) -> str:
+    numbers = np.asarray(ids, dtype=np.int64).tolist()
+    return run.tokenizer.hf.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def name_token(run: Run, number: int) -> str:
+    return f"{run.tokenizer.hf.convert_ids_to_tokens(number)} (id {number})"
+
+
+def inspect_command(run: Run, origin: str) -> str:
+    """A command that shows the row at `origin` last."""
+    data, (path, _, line) = run.config.data, origin.rpartition(":")
+    words = ["torchstone", "inspect-data", "--model.tokenizer", run.tokenizer.path, "--data.path", path]
+    words += ["--data.context_length", str(data.context_length)]
+    if data.chat_template is not None:
+        words += ["--data.chat_template", data.chat_template]
+    if data.train_on != "assistant":
+        words += ["--data.train_on", data.train_on]
+    if len(data.format) == 1 and data.format[0] != "auto":
+        words += ["--data.format", data.format[0]]
+    if len(data.columns) == 1:
+        words += ["--data.columns", ",".join(f"{name}={column}" for name, column in data.columns[0].items())]
+    if (kind := file_type(Path(path))) != ".txt":
+        # The first line of a CSV file is its header.
+        words += ["--data.max_samples", str(max(1, int(line) - (kind in DELIMITERS)))]
+    return shlex.join([*words, "--rows", "2"])
+
+
+def _rows_of_part(run: Run, first_sample: int, part: CachedSamples, num_parts: int) -> Iterator[SampledRow]:
+    cache, numbers = part.cache, sequence_numbers(part)
+    chunks = _choose_chunks(cache, max(1, MAX_CHUNKS // num_parts))
+    count = -(-max(MIN_ROWS, MAX_ROWS // max(1, num_parts // 4)) // max(1, len(chunks)))
+    for chunk in chunks:
+        file, rows = cache.source.files.index(chunk.path), _parse_some(chunk, cache, PARSED_PER_ROW * count)
+        keys = np.array([file * LINES_PER_FILE + row.line for row in rows], dtype=np.int64)
+        # The sequences of each row: none if it was left out. All are on one side of a validation split.
+        starts, ends = np.searchsorted(cache.origins, keys), np.searchsorted(cache.origins, keys, side="right")
+        is_used = (starts < ends) & np.isin(starts, numbers, kind="table")
+        for place in _spread(np.flatnonzero(is_used), count).tolist():
+            sequences = range(starts[place], ends[place])
+            if isinstance(part, SequenceSamples):
+                sample = first_sample + int(np.searchsorted(numbers, sequences.start))
+                documents = [d for n in range(len(sequences)) for d in _collated(run, sample + n)]
+            else:
+                documents = [_cached(cache, number) for number in sequences]
+            turns = read_turns(cache.row_format, rows[place].value, run.config.data.train_on)
+            yield SampledRow(rows[place], cache, turns, documents)
+
+
+def _choose_chunks(cache: TokenCache, max_chunks: int) -> list[Chunk]:
+    """The first chunk of some files, or some chunks of a single one."""
+    files = _spread(np.arange(len(cache.source.files)), max_chunks)
+    count, chunks = max(1, max_chunks // len(files)), list[Chunk]()
+    for path in (cache.source.files[file] for file in files):
+        step = min(MAX_CHUNK_STEP, max(1, size_on_disk(path) // (count * CHUNK_BYTES)))
+        stream = read_chunks([path], text_lines=cache.row_format == "lines", columns=cache.source.columns)
+        chunks += islice(stream, 0, count * step, step)
+    return chunks
+
+
+def _parse_some(chunk: Chunk, cache: TokenCache, count: int) -> list[Row]:
+    """Some of the rows of a chunk. Parsing all lines would take most of the time."""
+    parts = [chunk]
+    if chunk.kind in ("lines", "text_lines"):
+        lines = chunk.payload.split(b"\n")
+        chosen = _spread(np.arange(len(lines)), count).tolist()
+        parts = [chunk._replace(payload=lines[n], first_line=chunk.first_line + n) for n in chosen]
+    return [row for part in parts for row in parse_rows(part, cache.source.columns) if isinstance(row, Row)]
+
+
+def _collated(run: Run, sample: int) -> list[Document]:
+    """The documents of a sample, as a micro-batch of its own has them."""
+    batch = run.data.step_batch(run.data.train, np.array([sample]), sample)
+    return [document for micro_batch in batch.micro_batches for document in read_documents(micro_batch)]
+
+
+def _cached(cache: TokenCache, number: int) -> Document:
+    """Packed text is cut somewhere else, so its labels are those that it would have alone."""
+    ids = cache.sequence(number).ids
+    return Document(ids, np.append(ids[1:], IGNORE_INDEX))
+
+
+def _spread(values: np.ndarray, count: int) -> np.ndarray:
+    """At most `count` of the values, evenly spread."""
+    if len(values) <= count:
+        return values
+    return values[np.linspace(0, len(values) - 1, count).astype(np.int64)]
