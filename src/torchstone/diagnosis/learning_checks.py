@@ -166,12 +166,13 @@ def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
     cause = _why_not_learned(losses)
     if lowest is None and cause == NOT_BY_HEART:
         raise SkipCheck(f"{text}; what the frozen parts of this model allow is not known")
-    # Adapters of few linears may not have what it takes.
-    is_partial = cause == NOT_BY_HEART and diagnosis.run.model.tuning is not None
+    # Adapters of few linears may not have what it takes; another loss that has halved may need more steps.
+    is_partial = cause == NOT_BY_HEART and (diagnosis.run.model.tuning is not None or losses[-1] <= losses[0] / 2)
     return Finding(
         "warn" if is_partial else "fail", text, goal.limit, cause,
         "the backward pass and the optimizer; tuning.method decides what is trained",
-        "look at gradients, frozen and dtypes first, then at optim.*", values,
+        "if gradients, frozen and dtypes pass, train on these rows for longer, or with more parameters (tuning.*)"
+        if is_partial else "look at gradients, frozen and dtypes first, then at optim.*", values,
     )  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def _train(diagnosis: Diagnosis, data: RunData, rate: float, goal: Goal, deadlin
     return diagnosis.ctx.all_gather_object(recorder.losses)[0]
 
 
-NOT_BY_HEART = "the loss falls, but too little: what is trained cannot learn it by heart, or gradients are wrong"
+NOT_BY_HEART = "the loss falls, but not far enough in these steps: too little is trained, or gradients are wrong"
 
 
 def _why_not_learned(losses: list[float]) -> str:

@@ -37,6 +37,8 @@ SCHEDULE_LIMIT = 1e-6
 # Steps that are really trained at each point of the schedule.
 SCHEDULE_STEPS, ENDLESS_STEPS = 2, 40
 # Of the elements with a gradient: more than this share of updates is lost to rounding.
+# More than this is hardly any training.
+MOST_SWALLOWED = 0.9
 SWALLOWED_LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.5}
 
 
@@ -293,7 +295,7 @@ def check_swallowed_updates(diagnosis: Diagnosis) -> Finding:
             values,
         )  # fmt: skip
     return Finding(
-        "warn", text, f"{limit:.0%}",
+        "fail" if share > MOST_SWALLOWED else "warn", text, f"{limit:.0%}",
         f"the updates are smaller than half the distance of neighboring {_name(dtype)} numbers, and rounded away",
         "training.precision, optim.learning_rate",
         "use --training.precision bf16, which keeps fp32 master weights" if dtype == torch.bfloat16

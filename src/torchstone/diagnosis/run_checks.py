@@ -54,12 +54,14 @@ class CheckResult:
 
 
 def select_checks(checks: Sequence[Check], only: Collection[str], is_full: bool) -> list[Check]:
-    """Those named in `only`, or else all, without the slow ones unless `is_full`."""
-    names = [check.name for check in checks]
+    """Those named in `only`, by themselves or by their group, or else all, without the slow ones unless `is_full`."""
+    names = [*dict.fromkeys(check.group for check in checks), *(check.name for check in checks)]
     for name in only:
         if name not in names:
             raise UsageError(f"there is no check {name!r}", f"the checks are {', '.join(names)}")
-    return [check for check in checks if (check.name in only if only else is_full or not check.is_slow)]
+    return [
+        check for check in checks if ({check.name, check.group} & set(only) if only else is_full or not check.is_slow)
+    ]
 
 
 def run_checks(
