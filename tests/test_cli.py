@@ -99,7 +99,7 @@ class TestWrongUsage:
                 "leave it out: in Torchstone this is --optim.learning_rate, which",
             ),
             ("train --nnodes 1 --nnodez 2", "Unknown option: --nnodez.\n  see: torchstone train --help"),
-            ("sft rows.jsonl", "chat, ...\n  see: torchstone --help"),
+            ("sft rows.jsonl", "export, ...\n  see: torchstone --help"),
             ("tokenizer train", "FOLDER requires an argument.\n  see: torchstone tokenizer train --help"),
             ("train --help-keys optimizer", "the sections are model, data,"),
             ("train --preset debug --data.path", "--data.path needs a value"),

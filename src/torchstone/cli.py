@@ -554,13 +554,13 @@ class Commands:
     ) -> None:
         """Check whether training is right, on the model, data and layout of a run, and if not, say where to look.
 
-        Nothing is written into the run's folder. The exit code is 0 if no check fails; otherwise that of the worst: 3
-        for data, 6 for the model and its checkpoint, 5 for numbers.
+        Nothing is written into the run's folder. The exit code is 0 if no check fails; otherwise that of the worst:
+        3 for data, 6 for the model and its checkpoint, 5 for numbers.
 
         Args:
             config: JSON, YAML or TOML file.
             preset: demo, demo-chat, debug or production; the file and the flags override it.
-            full: Check whole steps of the run, and run the slow checks too.
+            full: Check whole steps of the run, on whole rows, without limits of time.
             only: Checks to run, separated by commas.
             list_checks: List the checks with what must hold, and stop.
             as_json: Print unrounded JSON only.

@@ -174,12 +174,18 @@ def read_contents(
     waiting: dict[bytes, list[FoundDocument]] = {}
     for each in found:
         waiting.setdefault(each.key, []).append(each)
-    places = list[Place | None]()
-    for document in expected:
-        same = waiting.get(document.key)
-        places.append(same.pop(0).place if same else None)
+    places = [_take_place(waiting.get(document.key, []), document) for document in expected]
     extra = [each for same in waiting.values() for each in same]
     return BatchContents(expected, places, found, extra, rows)
+
+
+def _take_place(same: list[FoundDocument], document: Document) -> Place | None:
+    """Removes one of the documents with the same ids and returns its place: if possible, one with the same labels."""
+    if not same:
+        return None
+    labels = document.shifted(1)
+    index = next((n for n, each in enumerate(same) if np.array_equal(each.labels, labels)), 0)
+    return same.pop(index).place
 
 
 def read_micro_batches(micro_batches: Sequence[MicroBatch], rank: int) -> tuple[list[FoundDocument], list[RowShape]]:

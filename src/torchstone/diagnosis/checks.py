@@ -22,7 +22,7 @@ from torchstone.diagnosis.transformers_check import check_transformers
 CHECKS: tuple[Check, ...] = (
     *DATA_CHECKS,
     Check(
-        "batch", "ranks", "critical",
+        "batch", "loss", "critical",
         "every document of a step is in one micro-batch of one rank, with its labels shifted once",
         "The model is trained on other data than the sampler drew: samples are lost, repeated or mislabelled.",
         check_contents,
