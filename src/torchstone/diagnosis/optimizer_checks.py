@@ -38,7 +38,7 @@ SCHEDULE_LIMIT = 1e-6
 SCHEDULE_STEPS, ENDLESS_STEPS = 2, 40
 # Of the elements with a gradient: more than this share of updates is lost to rounding.
 # More than this is hardly any training.
-MOST_SWALLOWED = 0.9
+MOST_SWALLOWED = 0.99
 SWALLOWED_LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.5}
 
 
