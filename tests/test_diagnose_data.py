@@ -616,3 +616,28 @@ def test_rows_are_sampled_from_all_files_and_each_has_its_own_tokens(
         assert row.documents[0].ids.tolist() == tokenizer.encode(text)
     held_out = {run.data.validation[""].origin(n) for n in range(len(run.data.validation[""]))}
     assert held_out.isdisjoint(row.origin for row in sampled)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("inverted", "in 24 rows tokens before"), ("shifted", "may be inverted or")]
+)
+def test_masks_of_pretokenized_rows_that_leave_out_the_answers(
+    fault: str, cause: str, build: Callable[..., Run], tokenizer: Tokenizer
+) -> None:
+    """Labels of one's own are no fault, so it is a warning. Nothing else can see it."""
+    rows = token_rows(tokenizer, mask=True)
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        if fault == "inverted":
+            row["labels"] = [-100 if label >= 0 else each for each, label in zip(ids, labels, strict=True)]
+        else:
+            # The first token of each answer is masked.
+            begins = [0, *(i for i in range(1, len(ids)) if labels[i] >= 0 and labels[i - 1] < 0)]
+            row["labels"] = [-100 if i in begins else label for i, label in enumerate(labels)]
+    finding = DATA_CHECKS[[check.name for check in DATA_CHECKS].index("pretokenized_mask")].function(
+        Diagnosis(build(rows))
+    )
+    assert (finding.status, finding.values["masked"]) == ("warn", 24)
+    assert cause in str(finding.cause)
+    assert "rows.jsonl:" in str(finding.source)
+    assert "inspect-data" in str(finding.next_step)

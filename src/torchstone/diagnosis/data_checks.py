@@ -21,6 +21,7 @@ from torchstone.diagnosis.mask_checks import (
     check_cut_answers,
     check_end_of_turn,
     check_loss_mask,
+    check_pretokenized_mask,
     check_prompt_boundary,
     check_stop_tokens,
     check_thinking,
@@ -375,6 +376,12 @@ DATA_CHECKS: tuple[Check, ...] = (
         "ids of the data are from this tokenizer",
         "What the model knows is about other tokens.",
         check_pretokenized,
+    ),
+    Check(
+        "pretokenized_mask", "data", "critical",
+        "rows of ids train on the answers",
+        "The model learns to write questions, or never learns how answers begin.",
+        check_pretokenized_mask,
     ),
     Check(
         "round_trip", "data", "major",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX, ROW_FORMATS, TEXT_FORMATS, RowFormat
+from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX, ROW_FORMATS, TEXT_FORMATS, Message, RowFormat
 from torchstone.diagnosis.batch_checks import check_label_shift
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.sampled_rows import (
@@ -62,7 +62,7 @@ def check_loss_mask(diagnosis: Diagnosis) -> Finding:
     untrained, unmasked = [t for t in answers if t.is_wrong], [t for t in others if t.is_wrong]
     finding = Finding(
         "pass",
-        f"{len(answers) - len(untrained)} of {len(answers)} answers that are compared are trained in full, "
+        f"{len(answers) - len(untrained)} of {len(answers)} answers that can be compared are trained in full, "
         f"{len(others) - len(unmasked)} of {len(others)} other texts are masked",
         limit="all",
         values={"answers": len(answers), "untrained": len(untrained), "others": len(others), "unmasked": len(unmasked)},
@@ -366,3 +366,50 @@ def _names(run: Run, ends: list[RowEnd], kind: str) -> str:
 
 def _squeeze(text: str) -> str:
     return "".join(text.split())
+
+
+def check_pretokenized_mask(diagnosis: Diagnosis) -> Finding:
+    """Rows of ids have labels of their own: are those of the answers there where the chat template begins an answer?"""
+    run = diagnosis.run
+    marker = _answer_marker(run)
+    rows, masked, trained_before = 0, list[str](), 0
+    for _, origin, ids, labels in sample_sequences(run, ("tokens",), 64):
+        text, is_trained = ids.tolist(), labels != IGNORE_INDEX
+        starts = [at for at in range(len(marker), len(text)) if text[at - len(marker) : at] == marker]
+        if starts and is_trained.any():
+            rows += 1
+            trained_before += bool(is_trained[: starts[0]].any())
+            masked += [origin] if not is_trained[starts].any() else []
+    if not rows:
+        raise SkipCheck("no rows of token ids have answers of this chat template")
+    shown = run.tokenizer.hf.decode(marker)
+    finding = Finding(
+        "pass",
+        f"in {rows - len(masked)} of {rows} rows of ids the first token after {shown!r} is trained",
+        limit="half of the rows",
+        values={"rows": rows, "masked": len(masked), "trained_before": trained_before},
+    )
+    if 2 * len(masked) <= rows:
+        return finding
+    prompts = f", and in {trained_before} rows tokens before it are trained" if trained_before else ""
+    return replace(
+        finding,
+        status="warn",
+        cause=f"in {len(masked)} rows the first token of every answer is masked{prompts}: the mask may be inverted or "
+        "shifted",
+        source=f"labels of {masked[0]}",
+        next_step=f"see which tokens are trained: {inspect_command(run, masked[0])}",
+    )
+
+
+def _answer_marker(run: Run) -> list[int]:
+    """The ids that the chat template writes between a question and its answer."""
+    if not run.tokenizer.hf.chat_template:
+        raise SkipCheck("the tokenizer has no chat template")
+    question: list[Message] = [{"role": "user", "content": "a"}]
+    template = run.tokenizer.template
+    prompt, text = (run.tokenizer.encode(render(question)) for render in (template.render_prompt, template.render_text))
+    marker = prompt[len(text) :] if prompt[: len(text)] == text else []
+    if not marker:
+        raise SkipCheck("the chat template writes nothing of its own before an answer")
+    return marker

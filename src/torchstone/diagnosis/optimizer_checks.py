@@ -36,8 +36,9 @@ DECAY = 0.5
 SCHEDULE_LIMIT = 1e-6
 # Steps that are really trained at each point of the schedule.
 SCHEDULE_STEPS, ENDLESS_STEPS = 2, 40
-# Of the elements with a gradient: more than this share of updates is lost to rounding.
-SWALLOWED_LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.5}
+# Of the elements with a gradient: a warning if a larger share of updates is lost to rounding; above the second number
+# hardly anything is trained.
+SWALLOWED_LIMITS, MOST_SWALLOWED = {torch.float32: 0.01, torch.bfloat16: 0.5}, 0.9
 
 
 def check_dtypes(diagnosis: Diagnosis) -> Finding:
@@ -293,7 +294,7 @@ def check_swallowed_updates(diagnosis: Diagnosis) -> Finding:
             values,
         )  # fmt: skip
     return Finding(
-        "warn", text, f"{limit:.0%}",
+        "fail" if share > MOST_SWALLOWED else "warn", text, f"{limit:.0%}",
         f"the updates are smaller than half the distance of neighboring {_name(dtype)} numbers, and rounded away",
         "training.precision, optim.learning_rate",
         "use --training.precision bf16, which keeps fp32 master weights" if dtype == torch.bfloat16

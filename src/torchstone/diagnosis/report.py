@@ -29,7 +29,7 @@ WHAT_REMAINS = (
     "the mechanics of training are right. If results still disappoint, look at the hyperparameters (learning rate, "
     "batch size), at the data and its loss mask (torchstone inspect-data), and at how the model starts"
 )
-COMPARE = "run the same data and settings in the code that works, and compare losses step by step (metrics.jsonl)"
+COMPARE = "if other code trains on the same data and settings, compare its losses step by step (metrics.jsonl)"
 LABEL_WIDTH, NAME_WIDTH = 6, 20
 
 
@@ -50,7 +50,8 @@ class DiagnosisReport:
 
     @property
     def verdict(self) -> str:
-        return "fail" if self.with_status("fail") else "warn" if self.with_status("warn") else "pass"
+        statuses = ("fail", "warn", "pass")
+        return next((status for status in statuses if self.with_status(status)), "skip")
 
     @property
     def error(self) -> TorchstoneError | None:
@@ -68,6 +69,8 @@ class DiagnosisReport:
         ran = len([result for result in self.results if result.finding.status != "skip"])
         if failed:
             return f"{len(failed)} of {ran} checks failed: {names}"
+        if not ran:
+            return "nothing was checked: every check was skipped"
         return f"{ran} of {ran} checks passed" + (f", {len(warned)} with a warning: {names}" if warned else "")
 
     @property
@@ -78,7 +81,7 @@ class DiagnosisReport:
                 return [f"these are only some of the checks: {len(self.left_out)} were not run"]
             return [WHAT_REMAINS, *([f"--full also runs {', '.join(self.left_out)}"] if self.left_out else [])]
         groups = dict.fromkeys(result.check.group for result in failed)
-        return [*(WHERE_TO_LOOK[group] for group in groups), COMPARE]
+        return [*(WHERE_TO_LOOK[group] for group in groups), *([COMPARE] if "learning" in groups else [])]
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -44,6 +44,10 @@ WINDOW, MIN_LOSSES = 64, 16
 NORMAL_MAD = 1.4826
 # The least standard deviation, as a share of the median: where the loss hardly varies, nothing else is a spike.
 MIN_DEVIATION = 0.01
+LOOK_AT_ROWS = (
+    "look at these rows with torchstone inspect-data; if they are fine, try a lower --optim.learning_rate; "
+    "--debug.on_spike skip leaves such batches out"
+)
 # Full reports of a process; each repeats a step.
 MAX_REPORTS = 3
 
@@ -63,9 +67,10 @@ class ComputedStep:
 class RollBack(Exception):
     """The run must go on from its last checkpoint (None: from its start), with the data from sample `samples` on."""
 
-    def __init__(self, reason: str, samples: int, checkpoint: Path | None, stop_request: StopRequest) -> None:
+    def __init__(self, reason: str, samples: int, run: Run) -> None:
         super().__init__(reason)
-        self.samples, self.checkpoint, self.stop_request = samples, checkpoint, stop_request
+        self.samples, self.checkpoint, self.stop_request = samples, run.checkpoint, run.stop_request
+        self.nan_reports = run.nan_reports
 
 
 class Rollbacks:
@@ -78,6 +83,7 @@ class Rollbacks:
         self.checkpoint: Path | None = None
         self.samples = 0
         self.stop_request: StopRequest | None = None
+        self.nan_reports = 0
 
     def add(self, request: RollBack, console: Console) -> None:
         """Raises NumericalError if the run has gone back to this checkpoint often enough."""
@@ -89,6 +95,7 @@ class Rollbacks:
                 WHAT_TO_TRY,
             )
         self.checkpoint, self.samples, self.stop_request = request.checkpoint, request.samples, request.stop_request
+        self.nan_reports = request.nan_reports
         start = "the start of the run" if request.checkpoint is None else request.checkpoint
         console.warn(f"{request}; back to {start}, and on from sample {request.samples}: the data before is left out")
 
@@ -103,7 +110,7 @@ class Rollbacks:
         if self.stop_request is None:
             return
         # A signal may have come in the meantime.
-        run.stop_request = self.stop_request
+        run.stop_request, run.nan_reports = self.stop_request, self.nan_reports
         progress = run.progress
         sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, progress.samples)
         left_out = sampler.take(self.samples - progress.samples)
@@ -160,14 +167,15 @@ def judge_step(run: Run, computed: ComputedStep) -> bool:
     text = _describe_spike(run, computed) if is_spike else _describe_nan(run, computed)
     clear_gradients(run.runner)
     if policy == "stop":
-        raise NumericalError(f"{text}; its update was not applied", WHAT_TO_TRY)
+        what_to_try = LOOK_AT_ROWS if is_spike else f"{WHAT_TO_TRY}; --debug.on_nan skip leaves such batches out"
+        raise NumericalError(f"{text}; its update was not applied", what_to_try)
     if progress.bad_in_a_row > debug.max_bad_steps:
         raise NumericalError(
             f"{text}; more than {debug.max_bad_steps} bad batches in a row (debug.max_bad_steps)", WHAT_TO_TRY
         )
     batch = computed.batch
     if policy == "rollback":
-        raise RollBack(text, batch.first_sample + batch.samples, run.checkpoint, run.stop_request)
+        raise RollBack(text, batch.first_sample + batch.samples, run)
     progress.skipped_steps += 1
     progress.samples += batch.samples
     progress.skipped_samples += batch.samples

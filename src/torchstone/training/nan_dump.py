@@ -82,6 +82,9 @@ def write_dump(
 
 def read_dump(path: Path) -> dict[str, Any]:
     """The content of one of the two files. It is not executed: only tensors, arrays and plain values are read."""
+    hint = "dumps are nan_grad_step_N.pt and debug/nan_debug_step_N.pkl in the folder of a run"
+    if not path.is_file():
+        raise UsageError(f"{path} is {'a folder' if path.is_dir() else 'missing'}", hint)
     try:
         if path.suffix == ".pkl":
             with path.open("rb") as file:
@@ -91,14 +94,12 @@ def read_dump(path: Path) -> dict[str, Any]:
         missing = [key for key in HEADER_KEYS if key not in dump]
     except Exception as error:
         # What a damaged file raises may be of any type.
-        missing, reason = [], next(iter(str(error).splitlines()), type(error).__name__)
+        missing, reason = [], next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
     else:
         if not missing:
             return dict(dump)
         reason = f"it has no {missing[0]!r}"
-    raise UsageError(
-        f"{path} is not a dump: {reason}", "dumps are nan_grad_step_N.pt and debug/nan_debug_step_N.pkl of a run"
-    )
+    raise UsageError(f"{path} is not a dump: {reason}", hint)
 
 
 def summarize_dump(dump: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +148,8 @@ class _Array:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, is_fortran, data = state
-        array = np.frombuffer(data, dtype=NUMPY_DTYPES[dtype.name])
+        # A copy can be written to, as torch expects it.
+        array = np.frombuffer(data, dtype=NUMPY_DTYPES[dtype.name]).copy()
         self.array = array.reshape(shape, order="F" if is_fortran else "C")
 
 
