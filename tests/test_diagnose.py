@@ -41,8 +41,8 @@ Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
 Report = dict[str, Any]
 CPU = torch.device("cpu")
-# Those that later checks rely on.
-BASICS = ("batch", "loss", "gradients")
+# Those that later checks rely on, and one of these.
+BASICS = ("batch", "loss", "gradients", "accumulation")
 TWICE, OWN_COUNT = "labels are shifted twice", "every rank averages over its own loss tokens"
 EACH_MEAN = "every micro-batch's loss is averaged by itself, and then the averages"
 SEE_EACH_OTHER = "documents of a packed row see each other"
@@ -384,12 +384,15 @@ class TestTheCommand:
 class TestTheLoopOverChecks:
     def results(self, runs: Settings, *functions: Callable[[Any], Finding]) -> DiagnosisReport:
         checks = [Check(f"check {n}", "loss", "critical", "", "", f) for n, f in enumerate(functions)]
-        config = load_config(overrides=runs("chat"))
+        config = load_config(overrides=runs("chat", **{"training.precision": "bf16"}))
         with open_diagnosis(config, Console("none"), CPU, SINGLE_PROCESS) as diagnosis:
-            weights = {name: p.detach().clone() for name, p in diagnosis.run.model.named_parameters()}
+            model = diagnosis.run.model
+            # The master weights, and the copies that are computed with.
+            parameters = [*model.named_parameters(), *model.module.named_parameters()]
+            weights = [parameter.detach().clone() for _, parameter in parameters]
             results = run_checks(diagnosis, checks)
-            for name, parameter in diagnosis.run.model.named_parameters():
-                assert torch.equal(parameter, weights[name]), name
+            for (name, parameter), weight in zip(parameters, weights, strict=True):
+                assert torch.equal(parameter, weight), name
         return DiagnosisReport(results, 1)
 
     def test_an_error_in_a_check_is_a_failure_and_no_memory_a_skipped_check(self, runs: Settings) -> None:
@@ -412,7 +415,7 @@ class TestTheLoopOverChecks:
 
     def test_trials_leave_the_model_as_it_was(self, runs: Settings) -> None:
         by_name = {check.name: check.function for check in CHECKS}
-        names = ("learning_rate", "small_batch", "weight_decay", "swallowed_updates", "saved_model", "attention_kernel")
+        names = ("attention_kernel", "saved_model", "swallowed_updates", "weight_decay", "learning_rate", "small_batch")
         report = self.results(runs, *(by_name[name] for name in names))
         assert report.verdict == "pass"
 

@@ -36,10 +36,9 @@ DECAY = 0.5
 SCHEDULE_LIMIT = 1e-6
 # Steps that are really trained at each point of the schedule.
 SCHEDULE_STEPS, ENDLESS_STEPS = 2, 40
-# Of the elements with a gradient: more than this share of updates is lost to rounding.
-# More than this is hardly any training.
-MOST_SWALLOWED = 0.99
-SWALLOWED_LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.5}
+# Of the elements with a gradient: a warning if a larger share of updates is lost to rounding; above the second number
+# hardly anything is trained.
+SWALLOWED_LIMITS, MOST_SWALLOWED = {torch.float32: 0.01, torch.bfloat16: 0.5}, 0.99
 
 
 def check_dtypes(diagnosis: Diagnosis) -> Finding:
