@@ -627,8 +627,8 @@ def diagnose(
 ) -> dict[str, Any]:
     """Checks whether a run of this config would train right: its model, data and layout. Leaves no trace.
 
-    Returns the `verdict` (pass, warn or fail), `next_steps`, and the `checks` with what each measured (see
-    docs/diagnose.md). `full` runs whole steps and the slow checks; `only` names the checks to run. With several
+    Returns the `verdict` (pass, warn, fail; skip if nothing was checked), `next_steps`, and the `checks` with what each
+    measured (docs/diagnose.md). `full` checks whole steps of the run; `only` names the checks to run. With several
     processes, all of them call it.
     """
     return diagnose_with_config(_load_and_validate(config, overrides, preset), full, only).to_dict()
@@ -642,7 +642,7 @@ def diagnose_with_config(
     quiet: bool = True,
 ) -> DiagnosisReport:
     """`on_result` gets the result of each check when it is known, on every rank."""
-    checks = select_checks(CHECKS, only, full)
+    checks = select_checks(CHECKS, only)
     with handle_stop_signals(), translate_comm_errors():
         config = _prepare_for_ranks(config)
         device, system = select_device(config.system), config.system
@@ -657,7 +657,7 @@ def diagnose_with_config(
             ):
                 results = run_checks(diagnosis, checks, on_result)
             left_out = [check.name for check in CHECKS if check not in checks]
-            return DiagnosisReport(results, ctx.world_size, left_out, is_selection=bool(only))
+            return DiagnosisReport(results, ctx.world_size, left_out)
 
 
 def generate(

@@ -569,8 +569,7 @@ class Commands:
             from torchstone.diagnosis.checks import CHECKS
 
             for check in CHECKS:
-                slow = ", with --full" if check.is_slow else ""
-                _print_line(f"{check.name:<20}{check.severity:<10}{check.title}{slow}")
+                _print_line(f"{check.name:<20}{check.group:<11}{check.severity:<10}{check.title}")
             return
         resolved = self._resolve(config, preset)
         plan = plan_launch(options, resolved.system, os.environ)

@@ -46,8 +46,6 @@ class Check:
     title: str
     meaning: str
     function: Callable[[Diagnosis], Finding]
-    # Takes long: only with --full.
-    is_slow: bool = False
 
 
 class SkipCheck(Exception):

@@ -43,6 +43,7 @@ MANY_CUT = 0.5
 EMPTY_THINKING = re.compile(r"<((?:think|thought|reason)[\w:]*)>\s*</\1>")
 # Of a shorter text, in characters, one cannot tell where it is; of a longer row, in tokens, only the end is decoded.
 MIN_TEXT, MAX_DECODED = 4, 4096
+QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 # Some templates end an answer with several tokens. Generation stops at the first stop token.
 MAX_END_TOKENS = 8
 
@@ -279,7 +280,7 @@ def check_prompt_boundary(diagnosis: Diagnosis) -> Finding:
 def generation_prompt(run: Run) -> str:
     """A rendered question with its generation prompt; empty without a template that renders a question alone."""
     try:
-        return run.tokenizer.template.render_prompt([{"role": "user", "content": "a"}])
+        return run.tokenizer.template.render_prompt(QUESTION)
     except TorchstoneError:
         return ""
 
@@ -372,26 +373,28 @@ def check_pretokenized_mask(diagnosis: Diagnosis) -> Finding:
     """Rows of ids have labels of their own: are those of the answers there where the chat template begins an answer?"""
     run = diagnosis.run
     marker = _answer_marker(run)
-    rows, masked, trained_before = 0, list[str](), 0
+    if not marker:
+        raise SkipCheck("no chat template writes something of its own before an answer")
+    rows, masked, prompts_trained = 0, list[str](), 0
     for _, origin, ids, labels in sample_sequences(run, ("tokens",), 64):
-        text, is_trained = ids.tolist(), labels != IGNORE_INDEX
-        starts = [at for at in range(len(marker), len(text)) if text[at - len(marker) : at] == marker]
+        values, is_trained = ids.tolist(), labels != IGNORE_INDEX
+        starts = [at for at in range(len(marker), len(values)) if values[at - len(marker) : at] == marker]
         if starts and is_trained.any():
             rows += 1
-            trained_before += bool(is_trained[: starts[0]].any())
-            masked += [origin] if not is_trained[starts].any() else []
+            prompts_trained += bool(is_trained[: starts[0]].any())
+            masked += [] if is_trained[starts].any() else [origin]
     if not rows:
         raise SkipCheck("no rows of token ids have answers of this chat template")
-    shown = run.tokenizer.hf.decode(marker)
+    text = decode(run, np.array(marker))
     finding = Finding(
         "pass",
-        f"in {rows - len(masked)} of {rows} rows of ids the first token after {shown!r} is trained",
+        f"in {rows - len(masked)} of {rows} rows of ids the first token after {text!r} is trained",
         limit="half of the rows",
-        values={"rows": rows, "masked": len(masked), "trained_before": trained_before},
+        values={"rows": rows, "masked": len(masked), "prompts_trained": prompts_trained},
     )
     if 2 * len(masked) <= rows:
         return finding
-    prompts = f", and in {trained_before} rows tokens before it are trained" if trained_before else ""
+    prompts = f", and in {prompts_trained} rows tokens before it are trained" if prompts_trained else ""
     return replace(
         finding,
         status="warn",
@@ -403,13 +406,10 @@ def check_pretokenized_mask(diagnosis: Diagnosis) -> Finding:
 
 
 def _answer_marker(run: Run) -> list[int]:
-    """The ids that the chat template writes between a question and its answer."""
-    if not run.tokenizer.hf.chat_template:
-        raise SkipCheck("the tokenizer has no chat template")
-    question: list[Message] = [{"role": "user", "content": "a"}]
-    template = run.tokenizer.template
-    prompt, text = (run.tokenizer.encode(render(question)) for render in (template.render_prompt, template.render_text))
-    marker = prompt[len(text) :] if prompt[: len(text)] == text else []
-    if not marker:
-        raise SkipCheck("the chat template writes nothing of its own before an answer")
-    return marker
+    """The ids that the chat template writes between a question and its answer; empty without any."""
+    try:
+        template, encode = run.tokenizer.template, run.tokenizer.encode
+        question, prompt = encode(template.render_text(QUESTION)), encode(template.render_prompt(QUESTION))
+    except TorchstoneError:
+        return []
+    return prompt[len(question) :] if prompt[: len(question)] == question else []

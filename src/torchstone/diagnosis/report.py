@@ -35,13 +35,11 @@ LABEL_WIDTH, NAME_WIDTH = 6, 20
 
 @dataclass(frozen=True)
 class DiagnosisReport:
-    """`ranks`: of the run that was checked. `left_out`: names of checks that were not run, because only --full runs
-    them, or with `is_selection` because they were not asked for."""
+    """`ranks`: of the run that was checked. `left_out`: names of checks that were not asked for."""
 
     results: Sequence[CheckResult]
     ranks: int
     left_out: Sequence[str] = ()
-    is_selection: bool = False
 
     def with_status(self, status: str) -> list[CheckResult]:
         """The worst first, and of equal ones the earliest."""
@@ -77,9 +75,9 @@ class DiagnosisReport:
     def next_steps(self) -> list[str]:
         failed = self.with_status("fail")
         if not failed:
-            if self.is_selection:
+            if self.left_out:
                 return [f"these are only some of the checks: {len(self.left_out)} were not run"]
-            return [WHAT_REMAINS, *([f"--full also runs {', '.join(self.left_out)}"] if self.left_out else [])]
+            return [WHAT_REMAINS]
         groups = dict.fromkeys(result.check.group for result in failed)
         return [*(WHERE_TO_LOOK[group] for group in groups), *([COMPARE] if "learning" in groups else [])]
 

@@ -53,9 +53,8 @@ class CheckResult:
         }
 
 
-def select_checks(checks: Sequence[Check], only: Collection[str], is_full: bool) -> list[Check]:
-    """Those named in `only`, or else all, without the slow ones unless `is_full`. A name that is none of a check's is
-    that of a group."""
+def select_checks(checks: Sequence[Check], only: Collection[str]) -> list[Check]:
+    """Those named in `only`, or else all. A name that is none of a check's is that of a group."""
     names = [check.name for check in checks]
     groups = [group for group in dict.fromkeys(check.group for check in checks) if group not in names]
     for name in only:
@@ -64,9 +63,9 @@ def select_checks(checks: Sequence[Check], only: Collection[str], is_full: bool)
                 f"there is no check {name!r}",
                 f"the checks are {', '.join(names)}; groups of them are {', '.join(groups)}",
             )
-    if only:
-        return [check for check in checks if check.name in only or (check.group in groups and check.group in only)]
-    return [check for check in checks if is_full or not check.is_slow]
+    return [
+        check for check in checks if not only or check.name in only or (check.group in groups and check.group in only)
+    ]
 
 
 def run_checks(

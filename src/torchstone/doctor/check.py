@@ -14,7 +14,7 @@ from torchstone import heartbeat
 from torchstone.errors import TorchstoneError
 
 # A warning does not prevent training. What is skipped cannot run here, and need not.
-Status = Literal["ok", "skipped", "warning", "failed"]
+Status = Literal["pass", "skip", "warn", "fail"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """What a check found, on one rank. `values` are bytes, seconds and other plain figures, not rounded."""
 
     name: str
@@ -37,19 +37,19 @@ class Check:
 
 
 def ok(text: str, **values: Any) -> Finding:
-    return Finding("ok", text, None, values)
+    return Finding("pass", text, None, values)
 
 
 def skipped(text: str, **values: Any) -> Finding:
-    return Finding("skipped", text, None, values)
+    return Finding("skip", text, None, values)
 
 
 def warning(text: str, fix: str, **values: Any) -> Finding:
-    return Finding("warning", text, fix, values)
+    return Finding("warn", text, fix, values)
 
 
 def failed(text: str, fix: str, **values: Any) -> Finding:
-    return Finding("failed", text, fix, values)
+    return Finding("fail", text, fix, values)
 
 
 def report_bug(text: str) -> Finding:
@@ -58,7 +58,7 @@ def report_bug(text: str) -> Finding:
 
 def run_check(
     name: str, function: Callable[..., Finding], *args: Any, on_error: Callable[[str], Finding] = report_bug
-) -> Check:
+) -> CheckResult:
     """`on_error` makes a finding of an error that the check did not expect."""
     heartbeat.report_phase(f"checking {name}")
     try:
@@ -68,7 +68,7 @@ def run_check(
     except Exception as error:
         # Drivers, compilers and packages raise all kinds of errors.
         finding = on_error(f"{type(error).__name__}: {first_line(error)}")
-    return Check(name, finding.status, finding.text, finding.fix, finding.values)
+    return CheckResult(name, finding.status, finding.text, finding.fix, finding.values)
 
 
 def first_line(error: BaseException) -> str:

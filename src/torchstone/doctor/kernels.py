@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchstone.doctor.check import Check, Finding, failed, ok, run_check, skipped, warning
+from torchstone.doctor.check import CheckResult, Finding, failed, ok, run_check, skipped, warning
 from torchstone.errors import UsageError
 from torchstone.loss.chunked import chunked_loss_sum
 from torchstone.models.attention import (
@@ -49,7 +49,7 @@ BAD_DEVICE = "dcgmi diag -r 3    # tests the memory of NVIDIA GPUs; memtester th
 Function = Callable[..., Tensor]
 
 
-def check_kernels(device: torch.device) -> Iterator[Check]:
+def check_kernels(device: torch.device) -> Iterator[CheckResult]:
     for dtype in LIMITS:
         yield run_check(f"matmul {name_of(dtype)}", check_matmul, device, dtype)
     yield run_check("matmul float8", check_fp8_linear, device, on_error=partial(warning, fix=NO_FP8))
@@ -94,7 +94,7 @@ def check_fp8_linear(device: torch.device, options: Fp8Options = TENSORWISE) -> 
     return judge(error, FP8_LIMIT, NO_FP8)
 
 
-def check_attention(device: torch.device) -> Iterator[Check]:
+def check_attention(device: torch.device) -> Iterator[CheckResult]:
     """What `auto` chooses, each kernel that runs here, and the reasons of the others."""
     dtype = dtype_of(device)
     auto = run_check("attention auto", choose_attention, device, dtype)
@@ -104,7 +104,7 @@ def check_attention(device: torch.device) -> Iterator[Check]:
         # A broken kernel that nobody asks for does not prevent training.
         on_error = partial(failed if backend in auto.values.values() else warning, fix=NO_KERNEL)
         check = run_check(f"attention {backend}", check_attention_kernel, backend, device, dtype, on_error=on_error)
-        if check.status == "skipped":
+        if check.status == "skip":
             reasons.setdefault(check.found, []).append(backend)
         else:
             yield check

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from torchstone.doctor import host
-from torchstone.doctor.check import Check, Status, run_check
+from torchstone.doctor.check import CheckResult, Status, run_check
 from torchstone.doctor.environment import EXTRAS, check_extra
 from torchstone.doctor.gpu import check_driver, check_gpu_memory, check_gpu_speed
 from torchstone.doctor.kernels import check_kernels
@@ -32,9 +32,9 @@ class Machine:
     """The checks of a host: for each rank that made some, in the order in which they are printed."""
 
     host: str
-    checks: dict[int, list[Check]] = field(default_factory=dict)
+    checks: dict[int, list[CheckResult]] = field(default_factory=dict)
 
-    def rows(self) -> list[tuple[str, Check]]:
+    def rows(self) -> list[tuple[str, CheckResult]]:
         """All checks with their titles: their names and, if it is not the first, the rank."""
         titles = {rank: "" if rank == min(self.checks) else f", rank {rank}" for rank in self.checks}
         return [(f"{check.name}{titles[rank]}", check) for rank, checks in self.checks.items() for check in checks]
@@ -44,7 +44,7 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         checks = [{"rank": rank, **asdict(check)} for rank, checks in self.checks.items() for check in checks]
-        return {"host": self.host, "ok": self.count("failed") == 0, "checks": checks}
+        return {"host": self.host, "ok": self.count("fail") == 0, "checks": checks}
 
 
 def check_machines(
@@ -63,7 +63,9 @@ def check_machines(
     return list(machines.values())
 
 
-def check_rank(device: torch.device, wants_gpu: bool, output_dir: Path, log: Callable[[str], None]) -> Iterator[Check]:
+def check_rank(
+    device: torch.device, wants_gpu: bool, output_dir: Path, log: Callable[[str], None]
+) -> Iterator[CheckResult]:
     """Of the ranks of a host, the first one checks the host, and each one its GPU."""
     is_first = local_rank() == 0
     clocks = time.time(), time.monotonic()
@@ -101,7 +103,7 @@ def failures(machines: Sequence[Machine]) -> list[str]:
         f"{title}{where(machine, machines)}: {check.found}"
         for machine in machines
         for title, check in machine.rows()
-        if check.status == "failed"
+        if check.status == "fail"
     ]
 
 
@@ -119,15 +121,15 @@ def machine_text(machine: Machine, where: str) -> str:
     rows = [(title, check) for title, check in machine.rows() if title == check.name or check.fix is not None]
     width = max(len(title) for title, _ in rows)
     for title, check in rows:
-        lines.append(f"{check.status:<8} {title:<{width}}  {check.found}")
-        lines += [f"{'':<8} fix: {check.fix}"] if check.fix is not None else []
+        lines.append(f"{check.status.upper():<5} {title:<{width}}  {check.found}")
+        lines += [f"{'':<5} fix: {check.fix}"] if check.fix is not None else []
     counts = {status: machine.count(status) for status in get_args(Status)}
     numbers = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
-    verdict = "failed" if counts["failed"] else "ok"
+    verdict = "failed" if counts["fail"] else "ok"
     return "\n".join([*lines, "", f"machine{where}: {verdict} ({numbers})"]) + "\n"
 
 
 def verdict(machines: Sequence[Machine], errors: Sequence[str]) -> str:
-    warnings = sum(machine.count("warning") for machine in machines)
+    warnings = sum(machine.count("warn") for machine in machines)
     counts = [f"{n} {name}{'s' * (n > 1)}" for n, name in ((len(errors), "error"), (warnings, "warning")) if n]
     return ", ".join([f"\ndoctor: {'failed' if errors else 'ok'}", *counts]) + "\n"

@@ -1,0 +1,262 @@
+"""Checks of the rows themselves: copies, answers, validation rows, rows that are left out, broken text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS
+from torchstone.data.samples import Samples
+from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt
+from torchstone.diagnosis.sampled_rows import (
+    MAX_TOKENS,
+    SampledRow,
+    inspect_command,
+    sample_rows,
+    sequence_numbers,
+    train_parts,
+)
+from torchstone.training.run import Run
+
+if TYPE_CHECKING:
+    from torchstone.diagnosis.session import Diagnosis
+
+# Shares of the tokens, validation rows and rows: a warning above the first, a failure above the second.
+MAX_COPIES, MANY_COPIES = 0.1, 0.5
+MAX_LEAKED, MANY_LEAKED = 0.01, 0.1
+MAX_DROPPED, MANY_DROPPED = 0.05, 0.5
+MAX_GARBLED, MANY_GARBLED = 0.05, 0.25
+MAX_REPEATING = MAX_ESCAPED = 0.5
+# Short texts, such as lines, occur again by accident, and so does anything among few rows.
+MIN_TEXT_TOKENS, MIN_ROWS = 32, 8
+# Sequences that are compared, of all sources.
+MAX_SEQUENCES = 200_000
+# In characters, as <s>.
+MIN_CONTROL_TOKEN = 3
+# UTF-8 that was read as Latin-1, and what stands for bytes that could not be decoded.
+GARBLED = re.compile("\ufffd|Ã[\u0080-\u00bf]|â€|Â[\u00a0-\u00bf]|ï»¿")
+# A line break that was escaped once too often, but not a command of LaTeX.
+ESCAPED, MIN_ESCAPED = re.compile(r"\\n(?![a-z])"), 3
+
+
+def check_duplicates(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    first, copies = dict[int, str](), list[tuple[str, str]]()
+    rows, tokens, copied = 0, 0, 0
+    for origin, ids in _sequences(run.data.train):
+        rows, tokens, key = rows + 1, tokens + len(ids), hash(ids.tobytes())
+        if key in first:
+            copied += len(ids)
+            copies.append((origin, first[key]))
+        first.setdefault(key, origin)
+    if rows < MIN_ROWS:
+        raise SkipCheck(f"{rows} rows are too few to compare")
+    share = copied / tokens
+    finding = Finding(
+        "pass",
+        f"{share:.1%} of the tokens are copies of other rows ({len(first):,} of {rows:,} rows differ)",
+        limit=f"{MAX_COPIES:.0%}",
+        values={"share": share, "rows": rows, "distinct": len(first)},
+    )
+    if share <= MAX_COPIES:
+        return finding
+    return replace(
+        finding,
+        status="fail" if share > MANY_COPIES else "warn",
+        cause="all rows are the same" if len(first) == 1 else "an epoch repeats rows, so they are learned by heart",
+        source=f"data.path: {copies[0][0]} is {copies[0][1]}",
+        next_step="remove the copies; to see some rows more often, use data.weights",
+    )
+
+
+def check_answers(diagnosis: Diagnosis) -> Finding:
+    """Answers that are all the same, or repeat the question, come from the wrong columns."""
+    by_texts = {tuple(t.text.strip() for t in row.turns): row for row in sample_rows(diagnosis.run, ANSWER_FORMATS)}
+    rows = [(texts, row) for texts, row in by_texts.items() if row.turns[-1].role == "assistant"]
+    if len(rows) < MIN_ROWS:
+        raise SkipCheck(f"{len(rows)} rows that differ are too few to compare")
+    answers, repeating = {texts[-1] for texts, _ in rows}, [row for texts, row in rows if texts[-1] in texts[:-1]]
+    finding = Finding(
+        "pass",
+        f"{len(answers)} of {len(rows)} answers differ, {len(repeating)} repeat another text of their row",
+        limit=f"some differ; {MAX_REPEATING:.0%} repeat",
+        values={"rows": len(rows), "answers": len(answers), "repeating": len(repeating)},
+    )
+    if len(answers) > 1 and len(repeating) <= MAX_REPEATING * len(rows):
+        return finding
+    row = rows[0][1] if len(answers) == 1 else repeating[0]
+    cause = "all rows have the same answer, so the model learns to ignore the question"
+    return replace(
+        finding,
+        status="warn",
+        cause=cause if len(answers) == 1 else "answers repeat the question, so the model learns to copy it",
+        source=f"{row.origin}; data.columns",
+        next_step=inspect_command(diagnosis.run, row.origin),
+    )
+
+
+def check_validation_leak(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    if not run.data.validation:
+        raise SkipCheck("no validation data")
+    train = {hash(ids.tobytes()): origin for origin, ids in _sequences(run.data.train)}
+    rows, leaked = 0, list[tuple[str, str]]()
+    for origin, ids in (sequence for samples in run.data.validation.values() for sequence in _sequences(samples)):
+        rows += 1
+        if (other := train.get(hash(ids.tobytes()))) is not None:
+            leaked.append((origin, other))
+    share = len(leaked) / max(1, rows)
+    finding = Finding(
+        "pass",
+        f"{len(leaked):,} of {rows:,} validation rows are also training rows",
+        limit=f"{MAX_LEAKED:.0%}",
+        values={"share": share, "rows": rows, "leaked": len(leaked)},
+    )
+    if share <= MAX_LEAKED:
+        return finding
+    is_path = run.config.data.validation_path is not None
+    return replace(
+        finding,
+        status="fail" if share > MANY_LEAKED else "warn",
+        cause="the validation loss measures what was learned by heart, and chooses the wrong checkpoint",
+        source=f"{'data.validation_path' if is_path else 'data.validation_split'}: {leaked[0][0]} is {leaked[0][1]}",
+        next_step="remove these rows from one of the two"
+        if is_path
+        else "remove copies from data.path: the split keeps lines apart, but not copies of them",
+    )
+
+
+def check_dropped_rows(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    counts, length = run.data.counts, run.config.data.context_length
+    share = counts.dropped / max(1, counts.rows)
+    reasons = {
+        f"are longer than data.context_length {length}": counts.dropped_long,
+        "are bad": counts.bad_rows,
+        f"have no trained token within {length}": counts.dropped_untrained,
+    }
+    finding = Finding(
+        "pass",
+        f"{counts.dropped:,} of {counts.rows:,} rows are left out"
+        + "".join(f"; {number:,} {reason}" for reason, number in reasons.items() if number),
+        limit=f"{MAX_DROPPED:.0%}",
+        values={"share": share, "rows": counts.rows, "dropped": counts.dropped},
+    )
+    if share <= MAX_DROPPED:
+        return finding
+    source = f"data.on_long_row, such as {', '.join(counts.examples[:3])}"
+    next_step = "raise data.context_length; torchstone inspect-data shows what other lengths would leave out"
+    if 2 * counts.bad_rows > counts.dropped:
+        caches = [part.cache for _, part in train_parts(run.data.train) if part.cache.counts.bad_rows]
+        source, next_step = "data.on_bad_row skip", f"read {caches[0].bad_rows_path}, which has each row and its reason"
+    return replace(
+        finding,
+        status="fail" if share > MANY_DROPPED else "warn",
+        cause="what is left out is often of one kind, such as all long answers",
+        source=source,
+        next_step=next_step,
+    )
+
+
+def check_control_tokens(diagnosis: Diagnosis) -> Finding:
+    """A message that has the text of a token such as <|im_end|> is tokenized as if a turn ended there."""
+    run = diagnosis.run
+    tokens, rows = _find_control_tokens(run), sample_rows(run, ANSWER_FORMATS)
+    wrong = [(row, token) for row in rows for token in tokens if _has_token(run, row, token)]
+    count = len({row.origin for row, _ in wrong})
+    finding = Finding(
+        "pass",
+        f"{count} of {len(rows)} rows have a control token in the text of a message",
+        limit="none",
+        values={"rows": len(rows), "wrong": count},
+    )
+    if not wrong:
+        return finding
+    row, token = wrong[0]
+    is_rendered = count > len(rows) / 2 and row.row_format in CHAT_FORMATS
+    return replace(
+        finding,
+        status="fail" if is_rendered else "warn",
+        cause=f"{token} is in most rows: the chat template was applied before, and is applied again"
+        if is_rendered
+        else f"{token} in a message becomes a token: a turn begins or ends there",
+        source=row.origin,
+        next_step=f"remove it from the messages; {inspect_command(run, row.origin)}",
+    )
+
+
+def check_garbled_text(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    rows = sample_rows(run, (*TEXT_FORMATS, *ANSWER_FORMATS))
+    texts = [(row, "\n".join(turn.text for turn in row.turns)) for row in rows]
+    garbled = [(row, match) for row, text in texts if (match := GARBLED.search(text))]
+    escaped = [row for row in rows if any(_is_escaped(turn.text) for turn in row.turns)]
+    finding = Finding(
+        "pass",
+        f"{len(garbled)} of {len(rows)} rows have characters of a wrong decoding, {len(escaped)} escaped line breaks",
+        limit=f"{MAX_GARBLED:.0%}; {MAX_ESCAPED:.0%}",
+        values={"rows": len(rows), "garbled": len(garbled), "escaped": len(escaped)},
+    )
+    if len(garbled) > MAX_GARBLED * len(rows):
+        row, match = garbled[0]
+        return replace(
+            finding,
+            status="fail" if len(garbled) > MANY_GARBLED * len(rows) else "warn",
+            cause="the text was decoded with the wrong encoding, or with errors='replace', before it was written: "
+            f"{match.string[max(0, match.start() - 15) : match.end() + 15]!r}",
+            source=row.origin,
+            next_step="write the file again from its source, decoded as UTF-8",
+        )
+    if len(escaped) > MAX_ESCAPED * len(rows):
+        return replace(
+            finding,
+            status="warn",
+            cause="line breaks are written as a backslash and an n: the texts were escaped twice",
+            source=escaped[0].origin,
+            next_step=f"write the file again, escaped once; {inspect_command(run, escaped[0].origin)}",
+        )
+    return finding
+
+
+def _is_escaped(text: str) -> bool:
+    """Whether it has no line breaks, but escaped ones. JSON in one line is right."""
+    return "\n" not in text and text[:1] not in ("{", "[") and len(ESCAPED.findall(text)) >= MIN_ESCAPED
+
+
+def _sequences(samples: Samples) -> Iterator[tuple[str, np.ndarray]]:
+    """file:line and ids of the first sequences of each source, without short texts."""
+    parts = train_parts(samples)
+    for _, part in parts:
+        cache, numbers = part.cache, sequence_numbers(part)[: MAX_SEQUENCES // len(parts)]
+        if cache.row_format in TEXT_FORMATS:
+            numbers = numbers[cache.lengths[numbers] >= MIN_TEXT_TOKENS]
+        tokens = MAX_TOKENS // len(parts)
+        for number in numbers.tolist():
+            sequence = cache.sequence(number)
+            tokens -= len(sequence.ids)
+            if tokens < 0:
+                break
+            yield cache.origin(number), sequence.ids
+
+
+def _find_control_tokens(run: Run) -> list[str]:
+    """The tokens that begin or end texts and turns, by their text."""
+    hf = run.tokenizer.hf
+    written = set(run.tokenizer.encode(generation_prompt(run))) & set(hf.all_special_ids)
+    ids = {hf.bos_token_id, hf.eos_token_id, hf.pad_token_id, *run.tokenizer.stop_ids, *written} - {None}
+    tokens = [hf.convert_ids_to_tokens(number) for number in sorted(ids)]
+    # A pad token may be an ordinary one.
+    return [token for token in tokens if len(token) >= MIN_CONTROL_TOKEN]
+
+
+def _has_token(run: Run, row: SampledRow, token: str) -> bool:
+    texts = [turn.text for turn in row.turns]
+    if row.row_format == "prompt":
+        # An eos at the end of a completion is not added again.
+        texts[-1] = texts[-1].removesuffix(run.tokenizer.hf.eos_token or "")
+    return any(token in text for text in texts)
