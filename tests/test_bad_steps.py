@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -215,17 +216,17 @@ def test_a_skipped_batch_is_as_if_it_were_not_in_the_data(
     assert exact_metrics(tmp_path / "part") == exact_metrics(a / "run")
 
 
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("mode", ["epochs", "tokens"])
 def test_a_run_with_skipped_batches_is_as_long_and_has_the_same_learning_rates(
-    mode: str, settings: Settings, tmp_path: Path
+    mode: str, policy: str, settings: Settings, tmp_path: Path
 ) -> None:
     a, b = two_folders(tmp_path)
     changes: dict[str, Any] = {"training__max_steps": None, "checkpoint__every_steps": 100}
     changes["training__max_epochs" if mode == "epochs" else "training__max_tokens"] = 1 if mode == "epochs" else 1000
-    # The last step, too, is skipped.
-    result = api.train(
-        None, plain(settings, a, range(10), debug__on_nan="skip", **changes), callbacks=[Plant("weight", 2, 6)]
-    )
+    # The last step, too, is skipped. A rollback goes to the start, without the four rows since then.
+    plant = Plant("weight", 2, 6) if policy == "skip" else Plant("weight", 2)
+    result = api.train(None, plain(settings, a, range(10), debug__on_nan=policy, **changes), callbacks=[plant])
     other = api.train(None, plain(settings, b, range(10), **changes))
     assert result.step == other.step == 5
     assert result.checkpoint is not None
@@ -496,11 +497,15 @@ def first_bad_module(values: dict[str, Any], rank: int, module: str, where: str)
     ],
 )
 def test_the_first_bad_module_of_several_ranks(
-    layout: str, rank: int, module: str, where: str, expected: str, settings: Settings
+    layout: str, rank: int, module: str, where: str, expected: str, settings: Settings, tmp_path: Path
 ) -> None:
     values = settings() | {f"parallel.{layout}": 2}
     errors = launch_procs(first_bad_module, 2, values, rank, module, where, timeout=120)
     assert all(f"first bad module: {expected}" in error for error in errors), errors
+    # What two ranks hold is counted once.
+    counts = re.findall(r"NaN count: (\d+)/(\d+)", (tmp_path / "run/logs/rank-0.log").read_text())
+    assert counts
+    assert all(0 < int(bad) <= int(size) for bad, size in counts)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "osft"])
@@ -545,7 +550,8 @@ def test_a_replay_has_the_random_numbers_of_the_step(settings: Settings, tmp_pat
 
 
 def test_a_replay_that_fails_on_one_rank_does_not_hide_the_nan(settings: Settings, tmp_path: Path) -> None:
-    values = settings() | {"parallel.dp_shard": 2}
+    # It cannot go on, whatever the policy is.
+    values = settings(debug__on_nan="skip") | {"parallel.dp_shard": 2}
     with pytest.raises(RankFailure) as caught:
         launch_procs(train_with_a_failing_replay, 2, values, timeout=120)
     assert "NumericalError: step 1: loss nan" in str(caught.value)

@@ -205,6 +205,14 @@ class TestFormats:
             with pytest.raises(UsageError, match=f"{name}.yaml: a config must be a file of at most 3 MiB"):
                 load_config(tmp_path / f"{name}.yaml")
 
+    def test_the_folder_of_a_run_stands_for_its_config_and_that_of_a_model_does_not(self, tmp_path: Path) -> None:
+        config = load_config(None, "debug", {"optim.learning_rate": 7e-4})
+        (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+        assert load_config(tmp_path) == config
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        with pytest.raises(UsageError, match=f"describes a model, not a run\n.*--model.path {tmp_path}"):
+            load_config(tmp_path)
+
     def test_data_in_the_place_of_a_config_is_told_where_to_go(self) -> None:
         with pytest.raises(UsageError, match=r"must end in .json, .yaml or .toml\n  for data: --data.path rows.jsonl"):
             load_config("rows.jsonl")

@@ -324,13 +324,16 @@ class TestHealthyRuns:
 
     @the_rest
     def test_two_ranks_by_the_command(self, runs: Settings, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "torchstone", "diagnose", *key_flags(runs("chat")), "--nproc", "2", "--json"]
-        process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert process.returncode == 0, process.stderr
-        report = json.loads(process.stdout)
-        assert_healthy(report, "mixed_precision")
-        assert report["ranks"] == 2
-        assert not list(tmp_path.iterdir())
+        rows = write_rows(tmp_path / "rows.jsonl", [*chat_rows(60), {"messages": []}])
+        for overrides, bad in ((runs("chat"), []), (runs("chat", **{"data.path": str(rows)}), ["bad_rows"])):
+            flags = [*key_flags(overrides), "--nproc", "2", "--json"]
+            command = [sys.executable, "-m", "torchstone", "diagnose", *flags]
+            process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+            assert process.returncode == (3 if bad else 0), process.stderr
+            report = json.loads(process.stdout)
+            assert [check["name"] for check in report["checks"] if check["status"] == "fail"] == bad
+            assert report["ranks"] == 2
+        assert list(tmp_path.iterdir()) == [rows]
 
     @the_rest
     @pytest.mark.parametrize("method", ["full", "lora", "osft"])
@@ -364,6 +367,22 @@ class TestTheCommand:
         assert "verdict                   FAIL: 1 of 2 checks failed: saved_model\n" in out
         assert "error: 1 of 2 checks failed: saved_model\n  begin with saved_model: the head is" in err
         assert not list(tmp_path.iterdir())
+
+    def test_all_bad_rows_are_reported_and_other_checks_go_on(
+        self, torchstone: Command, runs: Settings, tmp_path: Path
+    ) -> None:
+        rows = list(chat_rows(60))
+        for number in (7, 9):
+            rows[number] = {"messages": []}
+        overrides = runs("chat", **{"data.path": str(write_rows(tmp_path / "rows.jsonl", rows))})
+        command = ["diagnose", *key_flags(overrides), "--only", "bad_rows,loss", "--json"]
+        code, out, _ = torchstone(*command)
+        assert code == 3
+        bad, loss = json.loads(out)["checks"]
+        assert (bad["status"], loss["status"]) == ("fail", "pass")
+        assert re.findall(r"rows.jsonl:(\d+)", bad["cause"]) == ["8", "10"]
+        code, out, _ = torchstone(*command, "--data.on_bad_row", "skip")
+        assert (code, json.loads(out)["verdict"]) == (0, "pass")
 
     def test_list_and_unknown_names(self, torchstone: Command, runs: Settings) -> None:
         code, out, _ = torchstone("diagnose", "--list")
@@ -418,6 +437,12 @@ class TestTheLoopOverChecks:
         names = ("attention_kernel", "saved_model", "swallowed_updates", "weight_decay", "learning_rate", "small_batch")
         report = self.results(runs, *(by_name[name] for name in names))
         assert report.verdict == "pass"
+
+    def test_a_learning_rate_that_moves_nothing_is_a_warning(self, runs: Settings) -> None:
+        (check,) = diagnose(runs("chat", **{"optim.learning_rate": 1e-8}), only=["learning_rate"])["checks"]
+        assert check["status"] == "warn"
+        assert check["values"]["blows_up_at"] > 1e-3
+        assert "weights hardly move" in check["cause"]
 
     def test_warnings_do_not_change_the_exit_code(self, runs: Settings) -> None:
         report = self.results(runs, lambda _: Finding("warn", "odd", "0", "because", "here", "do this"))

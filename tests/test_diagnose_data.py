@@ -549,16 +549,18 @@ class TestRows:
 
     def test_rows_that_are_left_out_are_found(self, build: Callable[..., Run]) -> None:
         rows = conversations()
-        for row in rows[:4]:
-            row["messages"][-1]["content"] = ""
-        run = build(rows, data__on_bad_row="skip")
-        finding = assert_fault(run, "dropped_rows", "warn", "of one kind", source="data.on_bad_row skip")
-        assert "bad-rows.jsonl" in str(finding.next_step)
         long = [
             {"messages": [*row["messages"][:-1], {"role": "assistant", "content": "A" * 300}]} for row in rows[4:18]
         ]
         run = build([*long, *rows[18:]])
         assert_fault(run, "dropped_rows", "fail", "of one kind", source="data.on_long_row")
+
+    def test_bad_rows_are_found(self, build: Callable[..., Run]) -> None:
+        rows = conversations()
+        for row in rows[2:6]:
+            row["messages"][-1]["content"] = ""
+        run = build(rows, data__on_bad_row="skip")
+        assert_fault(run, "bad_rows", "warn", "of one kind: ", "rows.jsonl:3: ", source="data.on_bad_row skip")
 
     def test_control_tokens_in_messages_are_found_and_the_command_shows_the_row(
         self, build: Callable[..., Run], torchstone: Callable[..., tuple[int, str, str]]

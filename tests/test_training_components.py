@@ -381,6 +381,16 @@ class TestRunLength:
         ]
         assert left == counts
 
+    def test_samples_of_skipped_batches_do_not_count(self) -> None:
+        """Every 12 samples, in steps of 4: whatever was skipped, after the 3rd step and the 6th."""
+        config = Config(checkpoint=CheckpointConfig(every_samples=12), training=TrainingConfig(max_steps=6))
+        plan = plan_schedule(config, fixed_data([10] * 40, 4), Progress())
+        for skipped in (0, 4, 8):
+            steps = [Progress(step, samples=4 * step + skipped, skipped_samples=skipped) for step in range(1, 6)]
+            assert [plan.is_due(plan.checkpoint, each, 4, is_final_step=False) for each in steps] == [
+                False, False, True, False, False,
+            ]  # fmt: skip
+
     @pytest.mark.parametrize(
         ("checkpoint", "words"),
         [

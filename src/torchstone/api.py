@@ -65,7 +65,7 @@ from torchstone.demo.builtin import data_file
 from torchstone.diagnosis.checks import CHECKS
 from torchstone.diagnosis.report import DiagnosisReport
 from torchstone.diagnosis.run_checks import CheckResult, run_checks, select_checks
-from torchstone.diagnosis.session import open_diagnosis
+from torchstone.diagnosis.session import change, open_diagnosis
 from torchstone.doctor import collectives, machine
 from torchstone.doctor import environment as environment_report
 from torchstone.doctor.machine import Machine
@@ -644,7 +644,9 @@ def diagnose_with_config(
     """`on_result` gets the result of each check when it is known, on every rank."""
     checks = select_checks(CHECKS, only)
     with handle_stop_signals(), translate_comm_errors():
-        config = _prepare_for_ranks(config)
+        on_bad_row = config.data.on_bad_row
+        config = _prepare_for_ranks(change(config, {"data.on_bad_row": "skip"}))
+        config = change(config, {"data.on_bad_row": on_bad_row})
         device, system = select_device(config.system), config.system
         timeout, join_timeout = timedelta(seconds=system.hang_timeout), timedelta(seconds=system.join_timeout)
         heartbeat.report_phase("joining the other ranks")

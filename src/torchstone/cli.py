@@ -300,7 +300,7 @@ class Commands:
         """Tokenize the data of a config into the cache, and stop. Data on the hub is downloaded first.
 
         Args:
-            config: JSON, YAML or TOML file.
+            config: JSON, YAML or TOML file, or the folder of a run.
             preset: demo, demo-chat, debug or production.
             processes: First check that the parallel sizes fit this many processes and the model.
             pin: Also download the model from the hub, and write the config with all commits to this file.
@@ -370,7 +370,7 @@ class Commands:
         The exit code is 4 if the plan does not fit, or if --search finds nothing that fits.
 
         Args:
-            config: JSON, YAML or TOML file.
+            config: JSON, YAML or TOML file, or the folder of a run.
             preset: demo, demo-chat, debug or production.
             world: Processes; by default one for each GPU of this machine.
             gpu: Plan for other GPUs, such as h100-80gb, or for their memory, such as 40GiB.
@@ -558,7 +558,7 @@ class Commands:
         3 for data, 6 for the model and its checkpoint, 5 for numbers.
 
         Args:
-            config: JSON, YAML or TOML file.
+            config: JSON, YAML or TOML file, or the folder of a run.
             preset: demo, demo-chat, debug or production; the file and the flags override it.
             full: Check whole steps of the run, on whole rows, without limits of time.
             only: Checks to run, separated by commas.
@@ -829,9 +829,11 @@ class Commands:
             file, pinned = Path(folder) / "config.json", Path(folder) / "pinned.json"
             file.write_text(json.dumps(to_dict(config), indent=2))
             check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
+            # It is the check bad_rows that reports bad rows.
+            check += ["--data.on_bad_row=skip"]
             code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
             if code == 0:
-                command += ["diagnose", str(pinned), *flags]
+                command += ["diagnose", str(pinned), f"--data.on_bad_row={config.data.on_bad_row}", *flags]
                 code = run_workers(plan, command, ignore_late_signals=self.ignore_late_signals)
         if code:
             sys.exit(code)

@@ -34,6 +34,8 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
+    """A folder with a config.json stands for it: that of a run."""
+    path = path / "config.json" if (path / "config.json").is_file() else path
     readers = {".json": _read_json, ".jsonc": _read_json, ".yaml": read_yaml, ".yml": read_yaml, ".toml": _read_toml}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -58,6 +60,8 @@ def read_config_file(path: Path) -> ConfigFile:
         raise UsageError(f"{path}: {error}") from None
     if not isinstance(file.values, dict):
         raise UsageError(f"{path}: a config file must be a mapping of sections, not {type(file.values).__name__}")
+    if "model_type" in file.values:
+        raise UsageError(f"{path} describes a model, not a run", f"to use the model: --model.path {path.parent}")
     _check_unique(file, path)
     return file
 

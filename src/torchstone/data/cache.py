@@ -170,9 +170,10 @@ class TokenCache:
                 + ("; torchstone inspect-data shows the others" if has_others else ""),
             )
 
-    def first_bad_row(self) -> BadRow:
-        row = json.loads(self.bad_rows_path.open(encoding="utf-8").readline())
-        return BadRow(Path(row["file"]), row["line"], row["reason"], row["row"], row.get("hint"))
+    def bad_rows(self) -> Iterator[BadRow]:
+        with self.bad_rows_path.open(encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                yield BadRow(Path(row["file"]), row["line"], row["reason"], row["row"], row.get("hint"))
 
 
 def columns_per_path(columns: Sequence[Mapping[Any, str]], names: Sequence[str]) -> Sequence[Mapping[str, str]]:
@@ -247,7 +248,7 @@ def open_cache(
         console.info(f"using the token cache of {source.name} in {folder}")
     cache = TokenCache(folder, source)
     if cache.counts.bad_rows and options.stop_on_bad_row:
-        raise cache.first_bad_row().with_hint(SKIP_HINT)
+        raise next(cache.bad_rows()).with_hint(SKIP_HINT)
     return cache
 
 

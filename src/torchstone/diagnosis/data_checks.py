@@ -18,6 +18,7 @@ from torchstone.diagnosis.mask_checks import (
 )
 from torchstone.diagnosis.row_checks import (
     check_answers,
+    check_bad_rows,
     check_control_tokens,
     check_dropped_rows,
     check_duplicates,
@@ -36,6 +37,12 @@ from torchstone.diagnosis.tokenizer_checks import (
 )
 
 DATA_CHECKS: tuple[Check, ...] = (
+    Check(
+        "bad_rows", "data", "critical",
+        "all rows can be read and rendered",
+        "Training stops at the first one, or is on other data than the files have.",
+        check_bad_rows,
+    ),
     Check(
         "label_shift", "data", "critical",
         "labels are the next token of the same document",

@@ -28,6 +28,8 @@ FIRST_RATE, LAST_RATE, GROWTH = 1e-5, 10.0, 1.6
 LOST_GAIN, MIN_RISE, MIN_SHARE = 0.5, 0.1, 0.1
 # A learning rate this many times the one at which the loss blows up is no use; a smaller one is tried, for some steps.
 TOO_LARGE, DIRECT_STEPS = 10.0, 12
+# Fine-tuning has rates down to a thousandth of it.
+TOO_SMALL = 1e-5
 # Memorizing: tokens of a sample, samples of the small batch, steps.
 MAX_TOKENS, MIN_TOKENS, SMALL_BATCH, MAX_STEPS, FULL_STEPS = 64, 24, 4, 100, 400
 # Learning rates that are tried, as shares of that at which the loss blows up.
@@ -76,7 +78,16 @@ def check_learning_rate(diagnosis: Diagnosis) -> Finding:
     where = f"at {blow_up:.1e}" if math.isfinite(blow_up) else f"nowhere up to {LAST_RATE:g}"
     text = f"optim.learning_rate is {configured:g}, and the loss blows up {where}"
     if configured < blow_up:
-        return Finding("pass", text, "below that", values=values)
+        finding = Finding("pass", text, f"below that, above {TOO_SMALL:g} of it", values=values)
+        if configured > TOO_SMALL * blow_up:
+            return finding
+        return replace(
+            finding,
+            status="warn",
+            cause=f"the loss blows up at a learning rate {blow_up / configured:.0e} times as high: weights hardly move",
+            source="optim.learning_rate",
+            next_step=f"try --optim.learning_rate {blow_up / 30:.0e}",
+        )
     losses = train_at(diagnosis, lambda _: configured, DIRECT_STEPS)
     is_bad = not losses[-1] < losses[0]
     text += f"; in {len(losses)} steps it goes from {losses[0]:.3f} to {losses[-1]:.3f}"

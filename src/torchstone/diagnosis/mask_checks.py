@@ -61,10 +61,12 @@ def check_loss_mask(diagnosis: Diagnosis) -> Finding:
     if not answers:
         raise SkipCheck("no answer can be compared with its row: all are cut, or rewritten by the chat template")
     untrained, unmasked = [t for t in answers if t.is_wrong], [t for t in others if t.is_wrong]
+    rest = sum(t.is_trained for row in sample_rows(run, ANSWER_FORMATS) for t in row.turns) - len(answers)
     finding = Finding(
         "pass",
-        f"{len(answers) - len(untrained)} of {len(answers)} answers that can be compared are trained in full, "
-        f"{len(others) - len(unmasked)} of {len(others)} other texts are masked",
+        f"{len(answers) - len(untrained)} of {len(answers)} answers are trained in full, "
+        f"{len(others) - len(unmasked)} of {len(others)} other texts are masked"
+        + (f"; {rest} other answers are too short to compare, cut, or rewritten by the template" if rest else ""),
         limit="all",
         values={"answers": len(answers), "untrained": len(untrained), "others": len(others), "unmasked": len(unmasked)},
     )
@@ -163,7 +165,7 @@ def check_end_of_turn(diagnosis: Diagnosis) -> Finding:
         # Labels are the choice of whoever wrote them, unless it is the known accident.
         status="warn" if row.row_format == "tokens" and not is_pad else "fail",
         cause=f"{cause}: the model never learns to stop",
-        source=f"data.chat_template ({row.origin})" if is_template else row.origin,
+        source=f"{template_name(run)} ({row.origin})" if is_template else row.origin,
         next_step=advice + inspect_command(run, row.origin),
     )
 
@@ -227,7 +229,7 @@ def check_stop_tokens(diagnosis: Diagnosis) -> Finding:
         cause += "; for the tokenizer it is an ordinary token"
         next_step = "make it a special token ('special': true in tokenizer.json) and the eos_token; "
     next_step += inspect_command(run, row.origin)
-    source = f"{run.tokenizer.path}, data.chat_template"
+    source = f"{run.tokenizer.path}, {template_name(run)}"
     return replace(finding, status="fail", cause=cause, source=source, next_step=next_step)
 
 
@@ -271,10 +273,15 @@ def check_prompt_boundary(diagnosis: Diagnosis) -> Finding:
     advice = "end prompts where a token ends: a space belongs to the completion; "
     if not is_text:
         advice = "let the chat template write the last space of the generation prompt as a part of the answer; "
-    source = row.origin if is_text else f"data.chat_template ({row.origin})"
+    source = row.origin if is_text else f"{template_name(run)} ({row.origin})"
     return replace(
         finding, status="warn", cause=cause, source=source, next_step=advice + inspect_command(run, row.origin)
     )
+
+
+def template_name(run: Run) -> str:
+    """Where the chat template comes from."""
+    return "data.chat_template" if run.config.data.chat_template else f"the chat template of {run.tokenizer.path}"
 
 
 def generation_prompt(run: Run) -> str:
@@ -310,7 +317,7 @@ def check_thinking(diagnosis: Diagnosis) -> Finding:
         status="warn",
         cause="the model learns to answer without reasoning"
         + (": the chat template writes an empty block if a message has no reasoning" if writes_it else ""),
-        source=f"data.chat_template ({empty[0]})" if writes_it else empty[0],
+        source=f"{template_name(run)} ({empty[0]})" if writes_it else empty[0],
         next_step="give the messages reasoning_content, use a chat template without the block, or leave it so if the "
         f"model should not reason; {inspect_command(run, empty[0])}",
     )

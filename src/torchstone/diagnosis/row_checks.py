@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,7 @@ MAX_LEAKED, MANY_LEAKED = 0.01, 0.1
 MAX_DROPPED, MANY_DROPPED = 0.05, 0.5
 MAX_GARBLED, MANY_GARBLED = 0.05, 0.25
 MAX_REPEATING = MAX_ESCAPED = 0.5
+SHOWN_BAD_ROWS = 3
 # Short texts, such as lines, occur again by accident, and so does anything among few rows.
 MIN_TEXT_TOKENS, MIN_ROWS = 32, 8
 # Sequences that are compared, of all sources.
@@ -131,35 +133,56 @@ def check_validation_leak(diagnosis: Diagnosis) -> Finding:
     )
 
 
+def check_bad_rows(diagnosis: Diagnosis) -> Finding:
+    """Whatever data.on_bad_row says, a diagnosis leaves bad rows out and goes on, so that all of them are seen."""
+    data, stops = diagnosis.run.data, diagnosis.stops_at_bad_rows
+    parts = [part for samples in (data.train, *data.validation.values()) for _, part in train_parts(samples)]
+    caches = list({part.cache.folder: part.cache for part in parts}.values())
+    rows, number = sum(cache.counts.rows for cache in caches), sum(cache.counts.bad_rows for cache in caches)
+    share = number / max(1, rows)
+    finding = Finding(
+        "pass",
+        f"{number:,} of {rows:,} rows are bad",
+        limit="none" if stops else f"{MAX_DROPPED:.0%}",
+        values={"share": share, "rows": rows, "bad": number},
+    )
+    if share <= (0 if stops else MAX_DROPPED):
+        return finding
+    bad = [cache for cache in caches if cache.counts.bad_rows]
+    shown = "; ".join(row.message for cache in bad for row in islice(cache.bad_rows(), SHOWN_BAD_ROWS))
+    return replace(
+        finding,
+        status="fail" if stops or share > MANY_DROPPED else "warn",
+        cause=f"training stops there: {shown}" if stops else f"what is left out is often of one kind: {shown}",
+        source=f"data.on_bad_row {'stop' if stops else 'skip'}; all bad rows are in {bad[0].bad_rows_path}",
+        next_step="correct the rows" + (", or leave them out: --data.on_bad_row skip" if stops else ""),
+    )
+
+
 def check_dropped_rows(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
     counts, length = run.data.counts, run.config.data.context_length
-    share = counts.dropped / max(1, counts.rows)
+    rows, dropped = counts.rows - counts.bad_rows, counts.dropped - counts.bad_rows
+    share = dropped / max(1, rows)
     reasons = {
         f"are longer than data.context_length {length}": counts.dropped_long,
-        "are bad": counts.bad_rows,
         f"have no trained token within {length}": counts.dropped_untrained,
     }
     finding = Finding(
         "pass",
-        f"{counts.dropped:,} of {counts.rows:,} rows are left out"
+        f"{dropped:,} of {rows:,} good rows are left out"
         + "".join(f"; {number:,} {reason}" for reason, number in reasons.items() if number),
         limit=f"{MAX_DROPPED:.0%}",
-        values={"share": share, "rows": counts.rows, "dropped": counts.dropped},
+        values={"share": share, "rows": rows, "dropped": dropped},
     )
     if share <= MAX_DROPPED:
         return finding
-    source = f"data.on_long_row, such as {', '.join(counts.examples[:3])}"
-    next_step = "raise data.context_length; torchstone inspect-data shows what other lengths would leave out"
-    if 2 * counts.bad_rows > counts.dropped:
-        caches = [part.cache for _, part in train_parts(run.data.train) if part.cache.counts.bad_rows]
-        source, next_step = "data.on_bad_row skip", f"read {caches[0].bad_rows_path}, which has each row and its reason"
     return replace(
         finding,
         status="fail" if share > MANY_DROPPED else "warn",
         cause="what is left out is often of one kind, such as all long answers",
-        source=source,
-        next_step=next_step,
+        source=f"data.on_long_row, such as {', '.join(counts.examples[:3])}",
+        next_step="raise data.context_length; torchstone inspect-data shows what other lengths would leave out",
     )
 
 

@@ -50,6 +50,8 @@ class Diagnosis:
     folder: Path = Path()
     # Whole steps of the user's size, and no limits of time.
     is_full: bool = False
+    # Whether training would. `run` leaves bad rows out.
+    stops_at_bad_rows: bool = False
     # What this rank would have drawn next when the run was built.
     rng_sample: tuple[int, ...] = ()
     # What the checks so far have found wrong, by name.
@@ -188,19 +190,20 @@ def open_diagnosis(
         folder = Path(ctx.all_gather_object(own)[0])
         folder.mkdir(exist_ok=True)
         run = build_run(without_outputs(config, folder), console, device, ctx)
-        yield Diagnosis(run, folder, is_full, draw_rng_sample(device))
+        yield Diagnosis(run, folder, is_full, config.data.on_bad_row == "stop", draw_rng_sample(device))
         # The first rank removes it.
         ctx.barrier()
 
 
 def without_outputs(config: Config, folder: Path) -> Config:
-    """A new run that stops at bad numbers, and writes nothing but what a run must, into `folder`."""
+    """A new run that stops at bad numbers, leaves bad rows out, and writes nothing but what it must, into `folder`."""
     return replace(
         config,
         output_dir=str(folder / "run"),
         checkpoint=CheckpointConfig(every_minutes=0, at_end=False, resume="never"),
         observe=ObserveConfig(),
         debug=DebugConfig(on_spike="off", dump_limit="0"),
+        data=replace(config.data, on_bad_row="skip"),
     )
 
 

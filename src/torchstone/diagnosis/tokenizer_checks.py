@@ -18,7 +18,7 @@ from torchstone.checkpoint.load import is_model_folder, resolve_model_folder, to
 from torchstone.checkpoint.transformers_folder import read_hf_config
 from torchstone.data.formats import CHAT_FORMATS, ROW_FORMATS, TEXT_FORMATS, RowFormat
 from torchstone.diagnosis.check import Finding, SkipCheck
-from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt
+from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt, template_name
 from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
     MAX_WRONG,
@@ -79,7 +79,7 @@ def _find_bos_source(run: Run, row_format: RowFormat, origin: str) -> tuple[str,
         return "input_ids", "leave one out: ids are used as they are"
     if row_format in CHAT_FORMATS:
         if run.tokenizer.encode(generation_prompt(run))[:2] == [bos, bos]:
-            return "the chat template", "write bos_token once, in data.chat_template"
+            return "the chat template", f"write bos_token once, in {template_name(run)}"
         return "the chat template and a message", "remove it from the messages"
     if run.tokenizer.text_prefix[:2] == [bos, bos]:
         return f"the tokenizer {path}", "remove one from the post_processor of tokenizer.json"
@@ -103,7 +103,7 @@ def check_template_tokens(diagnosis: Diagnosis) -> Finding:
         finding,
         status="fail",
         cause=f"{', '.join(unknown)} is written as text: no token begins a turn, or ends an answer",
-        source=f"data.chat_template, {run.tokenizer.path}",
+        source=f"{template_name(run)}, {run.tokenizer.path}",
         next_step="use the chat template of this tokenizer (leave out data.chat_template), or a tokenizer with these "
         "tokens",
     )
@@ -298,7 +298,7 @@ def check_token_embeddings(diagnosis: Diagnosis) -> Finding:
         status="fail",
         cause=f"the model was never trained on {', '.join(name_token(run, i) for i in unknown[:MAX_NAMES])}, and "
         f"tuning.method {method} does not train embeddings",
-        source=f"tuning.method {method}, data.chat_template",
+        source=f"tuning.method {method}, {template_name(run)}",
         next_step=f"use a chat template with tokens that the model knows, or {how}",
     )
 

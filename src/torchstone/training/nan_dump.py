@@ -35,7 +35,6 @@ from torchstone.training.run import Run
 TENSOR_KINDS = ("parameters", "gradients", "model")
 BATCH_KEYS = ("ids", "labels", "positions", "doc_ids")
 HEADER_KEYS = ("step", "loss", "grad_norm", "rank", "layout", "bad_gradients", "first_bad_module", "rows", "omitted")
-NUMPY_DTYPES = {name: np.dtype(name) for name in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "b1")}
 # With a later one numpy writes arrays in another form.
 PICKLE_PROTOCOL = 4
 
@@ -148,8 +147,8 @@ class _Array:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, is_fortran, data = state
-        # A copy can be written to, as torch expects it.
-        array = np.frombuffer(data, dtype=NUMPY_DTYPES[dtype.name]).copy()
+        # It refuses objects, whose data would be pointers. A copy can be written to, as torch expects it.
+        array = np.frombuffer(data, dtype=np.dtype(dtype.name)).copy()
         self.array = array.reshape(shape, order="F" if is_fortran else "C")
 
 
