@@ -1,10 +1,10 @@
-"""The automatic batch size against brute force: what it finds, how long it takes, and what other sizes give.
+"""The automatic batch size against a bisection: what it finds, how long it takes, and what other sizes give.
 
     python benchmarks/batch_size.py --depth 12 20 26 32
     python benchmarks/batch_size.py --depth 2 --width 64 --length 64 --tokens 4096 --memory-limit 24MiB --device cpu
 
 For each depth it prints one JSON line: the size that is found, the seconds (compiling included) and the steps that ran
-out of memory on the way; the largest size that fits, by trying the next ones; and the tokens per second of real steps
+out of memory on the way; the largest size that fits, by bisection; and the tokens per second of real steps
 of the run with 1, 2, 4, 8, ... rows, with the size that was found and with the largest. `--steps` is the number of
 steps that are then trained at the size that was found, all of them on rows of the full length.
 """
@@ -28,6 +28,7 @@ from torchstone.batchsize.probe import RunProbe
 from torchstone.config.load import load_config
 from torchstone.observe.console import Console
 from torchstone.optim.adamw import AdamW
+from torchstone.training.checks import free_device_memory
 from torchstone.training.run import Run
 from torchstone.training.setup import build_run, select_device
 from torchstone.training.step import compute_gradients, optimizer_step
@@ -55,6 +56,8 @@ def main() -> None:
         write_tokens(SimpleNamespace(**sizes), 1, Path(folder, "tokens.jsonl"))
         for depth in options.depth:
             print(json.dumps(measure(depth, options, folder)), flush=True)
+            # What is left of this run would count in the next one.
+            free_device_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def measure(depth: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def measure(depth: int, options: argparse.Namespace, folder: str) -> dict[str, A
     discovery = Discovery(run)
     found = discovery.find()
     seconds, probe = time.perf_counter() - start, RunProbe(run)
-    largest = brute_force(probe, found)
+    largest = bisect_largest(probe, found)
     sizes = sorted({1, 8, found, largest} | {2**n for n in range(12) if 2**n <= largest})
     speeds = {size: tokens_per_second(run, size) for size in sizes if size <= largest}
     best = max(speeds.values())
@@ -91,12 +94,13 @@ def make_run(depth: int, options: argparse.Namespace, folder: str) -> Run:
     return build_run(config, Console("quiet"), select_device(config.system))
 
 
-def brute_force(probe: RunProbe, found: int) -> int:
-    """The largest size that fits, one by one from the size that was found."""
+def bisect_largest(probe: RunProbe, found: int) -> int:
+    """The largest size that fits, between the one that was found and the limit."""
+    largest, too_large = found, probe.limit + 1
     with probe.without_trace():
-        largest = found
-        while largest < probe.limit and probe.measure(largest + 1)[1].fits:
-            largest += 1
+        while largest + 1 < too_large:
+            size = (largest + too_large) // 2
+            largest, too_large = (size, too_large) if probe.measure(size)[1].fits else (largest, size)
     return largest
 
 

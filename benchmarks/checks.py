@@ -57,7 +57,7 @@ def main() -> None:
 def measure(arm: str, steps: int, flags: dict[str, Any], folder: Path) -> float:
     """Seconds of a step."""
     values: dict[str, Any] = {"training.max_steps": steps, "output_dir": str(folder), "checkpoint.at_end": False}
-    values |= {"observe.console": "quiet", "data.validation_split": 0.0} | flags
+    values |= {"checkpoint.every_steps": None, "observe.console": "quiet", "data.validation_split": 0.0} | flags
     values |= {"debug.on_nan": "skip"} if arm == "skip" else {}
     with ExitStack() as stack:
         if arm == "without":

@@ -552,7 +552,7 @@ class TestCheckpointing:
         restored = load_model(checkpoint, CPU)
         restored_optimizer = optimizer_for(restored)
         restore_optimizer(checkpoint, restored_optimizer, restored)
-        restore_rng_states(checkpoint, SINGLE_PROCESS, 0, pytest.fail)
+        restore_rng_states(checkpoint, CPU, SINGLE_PROCESS, 0, pytest.fail)
         assert torch.equal(torch.randn(5), expected)
         for (name, a), (_, b) in zip(model.named_parameters(), restored.named_parameters(), strict=True):
             assert torch.equal(a, b), name
@@ -621,7 +621,7 @@ class TestCheckpointing:
     ) -> None:
         save_file(states, checkpoint / "random.safetensors")
         with pytest.raises(CheckpointError, match=r"random\.safetensors: damaged: not the states of random"):
-            restore_rng_states(checkpoint, SINGLE_PROCESS, 0, pytest.fail)
+            restore_rng_states(checkpoint, CPU, SINGLE_PROCESS, 0, pytest.fail)
 
     def test_transformers_loads_a_checkpoint_as_it_is(self, model: Model, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

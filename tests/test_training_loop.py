@@ -597,6 +597,7 @@ class TestMemory:
         "text",
         [
             "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+            "CUDA driver error: out of memory",
             "Triton Error [CUDA]: out of memory",
             "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         ],

@@ -13,6 +13,8 @@ OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory",
     # CUDA itself, Triton when it loads a kernel, and cuBLAS.
     "CUDA error: out of memory",
+    # When expandable segments grow.
+    "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )

@@ -18,7 +18,7 @@ from torchstone.batchsize.search import find_largest
 from torchstone.config.load import load_config
 from torchstone.observe.console import Console
 from torchstone.training.run import Run
-from torchstone.training.setup import build_run
+from torchstone.training.setup import build_run, select_device
 
 Settings = Callable[..., dict[str, Any]]
 GPU = torch.device("cuda", 0)
@@ -43,7 +43,9 @@ def make(settings: Settings) -> Callable[..., dict[str, Any]]:
 
 
 def build(values: dict[str, Any]) -> Run:
-    return build_run(load_config(overrides=values), Console("none"), GPU)
+    config = load_config(overrides=values)
+    # It sets the allocator up: otherwise blocks have more than one size.
+    return build_run(config, Console("none"), select_device(config.system))
 
 
 @pytest.mark.parametrize("compile", ["none", "block"])

@@ -221,7 +221,9 @@ def _check_state(folder: Path, files: ShardedFiles, name: str, keys: set[str], e
     raise CheckpointError(f"{folder}: the optimizer state of {name} does not have {expected.name}'s {keys_text}")
 
 
-def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, log: Callable[[str], None]) -> None:
+def restore_rng_states(
+    folder: Path, device: torch.device, ctx: ParallelContext, seed: int, log: Callable[[str], None]
+) -> None:
     """Restores this rank's RNG states; with a different number of processes they are reseeded."""
     path = folder / RNG_FILE if ctx.world_size == 1 else shard_file(folder, RNG, ctx.rank)
     saved_size = len(shard_files(folder, RNG)) or 1
@@ -232,8 +234,8 @@ def restore_rng_states(folder: Path, ctx: ParallelContext, seed: int, log: Calla
     states = open_tensor_file(path).tensors
     with name_damaged_file(path, "damaged: not the states of random number generators"):
         torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
+        if "cuda" in states and device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _set_aside(damaged: list[Path], warn: Callable[[str], None], ctx: ParallelContext) -> None:

@@ -58,7 +58,8 @@ def save_checkpoint(
         save_model(model, folder, ctx)
         optimizer_file = folder / OPTIMIZER_FILE if is_single_process else shard_file(folder, OPTIMIZER, ctx.rank)
         write_shards(optimizer_file, optimizer_shards(optimizer, model))
-        write_tensors(folder / RNG_FILE if is_single_process else shard_file(folder, RNG, ctx.rank), rng_states())
+        rng_file = folder / RNG_FILE if is_single_process else shard_file(folder, RNG, ctx.rank)
+        write_tensors(rng_file, rng_states(model.device))
         if ctx.is_main:
             save_tokenizer(tokenizer, folder)
             manifest.write_json(folder / STATE_FILE, state | {"layout": str(ctx.dims)})
@@ -208,11 +209,9 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model) -> list[Ten
     return shards
 
 
-def rng_states() -> dict[str, Tensor]:
+def rng_states(device: torch.device) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    return states | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
 
 
 def mark_best(root: Path, step: int, loss: float) -> None:

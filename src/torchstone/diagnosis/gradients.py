@@ -86,7 +86,7 @@ def run_micro_batches(run: Run, batches: list[MicroBatch], loss_tokens: int) -> 
 def take_gradients(run: Run) -> dict[str, Tensor]:
     """Copies of this rank's gradients, which are then cleared."""
     gradients = {
-        name: to_local(parameter.grad).detach().cpu().clone()
+        name: to_local(parameter.grad).detach().to("cpu", copy=True)
         for name, parameter in run.model.trained_parameters()
         if parameter.grad is not None
     }

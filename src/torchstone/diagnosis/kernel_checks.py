@@ -44,6 +44,8 @@ CHUNK_TOKENS = 37
 # Of a kernel against eager attention: loss and gradients, in the dtype of the run.
 KERNEL_LIMITS = {"fp32": (EXACT_LIMIT, EXACT_GRADIENT_LIMIT)}
 BF16_KERNEL_LIMITS = (1e-2, 0.1)
+# Times these limits.
+FAILS_AT = 3.0
 # (hidden states, head weight, labels) -> loss sum.
 LossSum = Callable[..., Tensor]
 
@@ -164,8 +166,10 @@ def check_attention_kernel(diagnosis: Diagnosis) -> Finding:
     limits = f"{limit:g}, gradients {gradient_limit:g}"
     if is_right:
         return Finding("pass", text, limits, values=values)
+    # In bf16 large attention scores alone may be off by more than the limit.
+    is_close = precision != "fp32" and max(error / limit, worst.error / gradient_limit) <= FAILS_AT
     return Finding(
-        "fail", text, limits,
+        "warn" if is_close else "fail", text, limits,
         f"the attention kernel {kernel} computes something else than eager attention: {worst.name} is off most",
         "model.attention; models/attention.py", "use --model.attention eager or sdpa, and report the versions", values,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,13 +157,13 @@ def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
     targets = np.concatenate([each.shifted(1) for each in step_documents(data, range(len(data.train)))])
     lowest = lowest_loss(diagnosis.plain.model, targets[targets >= 0])
     goal = replace(goal, lowest=lowest or 0.0)
-    deadline = math.inf if diagnosis.is_full else time.monotonic() + MAX_SECONDS
+    recorder = LossRecorder(goal, math.inf if diagnosis.is_full else MAX_SECONDS)
     losses, rate, is_late = list[float](), 0.0, False
     for each in memorizing_rates(blow_up_rate(diagnosis)):
-        attempt = _train(diagnosis, data, each, goal, deadline)
+        attempt = _train(diagnosis, data, each, recorder)
         if not losses or attempt[-1] < losses[-1]:
             losses, rate = attempt, each
-        is_late = diagnosis.ctx.any_rank(time.monotonic() > deadline)
+        is_late = diagnosis.ctx.any_rank(recorder.is_late)
         if goal.is_reached(losses) or is_late:
             break
     values = {"first_loss": losses[0], "last_loss": losses[-1], "steps": float(len(losses)), "learning_rate": rate}
@@ -196,7 +195,7 @@ def memorizing_rates(blow_up: float) -> list[float]:
     return list(dict.fromkeys(min(MAX_RATE, share * blow_up) for share in RATE_SHARES))
 
 
-def _train(diagnosis: Diagnosis, data: RunData, rate: float, goal: Goal, deadline: float) -> list[float]:
+def _train(diagnosis: Diagnosis, data: RunData, rate: float, recorder: LossRecorder) -> list[float]:
     """The losses of the training loop at a constant learning rate, the same on all ranks."""
     steps = FULL_STEPS if diagnosis.is_full else MAX_STEPS
     settings = {
@@ -204,7 +203,7 @@ def _train(diagnosis: Diagnosis, data: RunData, rate: float, goal: Goal, deadlin
         "optim.min_lr_ratio": 0.0, "training.mode": None, "training.max_steps": steps, "training.max_epochs": None,
         "training.max_tokens": None,
     }  # fmt: skip
-    recorder = LossRecorder(goal, deadline)
+    recorder.losses = []
     with diagnosis.trial(diagnosis.run, data, settings) as trial:
         try:
             train_loop(trial, [recorder])
@@ -241,14 +240,20 @@ def small_data(diagnosis: Diagnosis, number: int) -> RunData:
 
 
 class LossRecorder(Callback):
-    """The losses of all steps; ends the run when the goal is reached, or at the deadline."""
+    """The losses of all steps; ends the run when the goal is reached, or when the steps took too long."""
 
-    def __init__(self, goal: Goal, deadline: float) -> None:
-        self.goal, self.deadline, self.losses = goal, deadline, list[float]()
+    def __init__(self, goal: Goal, max_seconds: float) -> None:
+        self.goal, self.max_seconds, self.seconds, self.losses = goal, max_seconds, 0.0, list[float]()
+
+    @property
+    def is_late(self) -> bool:
+        return self.seconds > self.max_seconds
 
     def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
         self.losses.append(metrics["loss"])
+        # The first step may compile.
+        self.seconds += metrics["step_s"] if len(self.losses) > 1 else 0.0
         if self.goal.is_reached(self.losses):
             run.stop("learned")
-        elif time.monotonic() > self.deadline:
+        elif self.is_late:
             run.stop("too late")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from torchstone.optim.clip import to_local
 from torchstone.training.run import Run
+
+# As many times the weights must be free for a copy of them on the GPU; otherwise it takes the way to the CPU and back.
+ROOM = 6
 
 
 @contextmanager
@@ -18,8 +22,8 @@ def restored(run: Run) -> Iterator[None]:
     model, optimizer, was_training = run.model, run.optimizer, run.model.module.training
     tensors = [to_local(parameter.detach()) for _, parameter in model.trained_parameters()]
     tensors += [buffer for part in model.model_parts for buffer in part.buffers() if buffer.is_floating_point()]
-    # On the CPU: a GPU may have no memory for another copy.
-    values = [tensor.to("cpu", copy=True) for tensor in tensors]
+    keep_on = run.device if has_room(tensors, run.device) else torch.device("cpu")
+    values = [tensor.to(keep_on, copy=True) for tensor in tensors]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
@@ -35,6 +39,12 @@ def restored(run: Run) -> Iterator[None]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         model.train(was_training)
+
+
+def has_room(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether the device has memory for a copy of the weights, with moments, gradients and activations beside it."""
+    size = sum(tensor.nbytes for tensor in tensors)
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > ROOM * size
 
 
 @torch.no_grad()

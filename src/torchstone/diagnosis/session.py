@@ -28,6 +28,7 @@ from torchstone.diagnosis.checked_step import CheckedStep, choose_step
 from torchstone.diagnosis.factor_noise import add_factor_noise
 from torchstone.diagnosis.reference import LossSums, Reference
 from torchstone.diagnosis.restore import restored
+from torchstone.errors import OutOfMemoryError
 from torchstone.models.attention import VARLEN_BACKENDS
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
@@ -174,6 +175,8 @@ class Diagnosis:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             try:
                 return build_run(config, Console("none"), self.device, ctx), None
+            except OutOfMemoryError as error:
+                return None, error.message
             except (RuntimeError, MemoryError) as error:
                 if not ran_out_of_memory(error):
                     raise

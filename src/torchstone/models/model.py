@@ -149,6 +149,10 @@ class Model(ABC):
         parameters = [*self.trained_parameters(), *self.named_parameters()]
         return parameters[0][1].dtype
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.named_parameters())[1].device
+
     def use_master_weights(self, dtype: torch.dtype) -> None:
         """Makes the module compute in `dtype`, and keeps its parameters for the optimizer."""
         self.master_weights = MasterWeights(self.module, dtype)

@@ -133,7 +133,8 @@ def build_run(
         model.padding_idx = state.get("padding_row", model.padding_idx)
         restore_optimizer(checkpoint, optimizer, model)
         # The native decoder has no dropout.
-        restore_rng_states(checkpoint, ctx, seed, console.info if isinstance(model, NativeModel) else console.warn)
+        log = console.info if isinstance(model, NativeModel) else console.warn
+        restore_rng_states(checkpoint, device, ctx, seed, log)
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
     for warning in [
