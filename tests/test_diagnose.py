@@ -6,10 +6,13 @@ runs every bug against all checks, and every family as full fine-tuning, LoRA an
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import planted_bugs
 from planted_bugs import Bug
@@ -28,14 +32,16 @@ from torchstone import api
 from torchstone.config import load_config
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows
+from torchstone.diagnosis import reference
 from torchstone.diagnosis.check import Check, Finding, SkipCheck
 from torchstone.diagnosis.checks import CHECKS
 from torchstone.diagnosis.report import DiagnosisReport, result_lines
 from torchstone.diagnosis.run_checks import run_checks
-from torchstone.diagnosis.session import open_diagnosis
+from torchstone.diagnosis.session import Diagnosis, open_diagnosis
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.testing import launch_procs
+from torchstone.training.run import Run
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -430,7 +436,7 @@ class TestTheLoopOverChecks:
         assert first.cause == "ZeroDivisionError: by zero"
         assert str(first.source).startswith(__file__)
         assert report.to_dict()["checks"][3]["values"] == {"x": 0.1}
-        assert report.summary == "1 of 2 checks failed: check 0"
+        assert report.summary == "1 of 2 checks failed: check 0; 1 could not run: check 1"
 
     def test_trials_leave_the_model_as_it_was(self, runs: Settings) -> None:
         by_name = {check.name: check.function for check in CHECKS}
@@ -451,3 +457,58 @@ class TestTheLoopOverChecks:
         text = "\n".join(result_lines(report.results[0]))
         assert text.startswith("WARN  check 0             odd (limit 0)\n")
         assert "next                do this" in text
+
+
+class TestMemory:
+    """Models in fp32 beside that of the run: where there is no room for two of them, or for one."""
+
+    @pytest.mark.parametrize("changes", [{"training.precision": "bf16"}, {"tuning.method": "lora"}])
+    def test_with_room_for_one_nothing_is_missing(
+        self, runs: Settings, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    ) -> None:
+        self.limit(monkeypatch, 1)
+        report = diagnose(runs("chat", **changes))
+        assert [check["name"] for check in report["checks"] if check["is_missing"]] == []
+        assert report["verdict"] == "pass"
+
+    def test_without_room_the_verdict_says_what_is_missing(
+        self, runs: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.limit(monkeypatch, 0)
+        report = diagnose(runs("chat", **{"training.precision": "bf16"}), planted_bugs.mean_per_micro_batch)
+        missing = [check["name"] for check in report["checks"] if check["is_missing"]]
+        assert {"loss", "gradients", "transformers"} <= set(missing)
+        assert not {"learning_rate", "one_sample", "small_batch", "schedule"} & set(missing)
+        assert (report["verdict"], report["exit_code"]) == ("incomplete", 0)
+        assert f"{len(missing)} could not run: " in report["summary"]
+        assert "where there is memory for it" in report["next_steps"][0]
+
+    def limit(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        alive, build = weakref.WeakSet[Any](), Diagnosis._try_to_build
+
+        def try_to_build(self: Diagnosis, *args: Any) -> tuple[Run | None, str | None]:
+            gc.collect()
+            if len(alive) >= room:
+                return None, "no room"
+            run, reason = build(self, *args)
+            assert run is not None
+            alive.add(run.model.module)
+            return run, reason
+
+        monkeypatch.setattr(Diagnosis, "_try_to_build", try_to_build)
+
+    def test_a_rank_alone_that_is_out_of_memory(self, runs: Settings) -> None:
+        reports = launch_procs(diagnose_without_memory, 2, runs("chat"), backend=None, timeout=60.0)
+        for report in reports:
+            assert [check["is_missing"] for check in report["checks"]] == [False, True, True]
+            assert report["verdict"] == "incomplete"
+
+
+def diagnose_without_memory(overrides: dict[str, Any]) -> Report:
+    def compute_logits(*args: Any) -> Tensor:
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return original(*args)
+
+    original, reference.compute_logits = reference.compute_logits, compute_logits
+    return diagnose(overrides, only=["batch", "loss", "gradients"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -75,11 +76,11 @@ def _dtypes_of_a_step(diagnosis: Diagnosis) -> dict[str, dict[str, torch.dtype]]
     modules = {f"layers.{block.attention.layer_idx}": block for block in blocks(run)}
     if isinstance(run.model, FallbackModel):
         modules = {"the embedding": run.model.module.hf.get_input_embeddings()}
-    hooks = [
-        module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output.dtype}))
-        for name, module in modules.items()
-    ]
-    with restored(run):
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            hook = module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output.dtype}))
+            stack.callback(hook.remove)
+        stack.enter_context(restored(run))
         run.model.train()
         run.optimizer.reset_state()
         result = compute_gradients(run.runner, diagnosis.batch(run), 1)
@@ -91,8 +92,6 @@ def _dtypes_of_a_step(diagnosis: Diagnosis) -> dict[str, dict[str, torch.dtype]]
             gradients,
             {name: tensor.dtype for name, tensor in _moments(run)},
         ]
-    for hook in hooks:
-        hook.remove()
     return {"computation": outputs} | dict(zip(STATES, states, strict=True))
 
 

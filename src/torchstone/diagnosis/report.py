@@ -29,6 +29,10 @@ WHAT_REMAINS = (
     "the mechanics of training are right. If results still disappoint, look at the hyperparameters (learning rate, "
     "batch size), at the data and its loss mask (torchstone inspect-data), and at how the model starts"
 )
+HOW_TO_COMPLETE = (
+    "run what is missing where there is memory for it: on more or larger GPUs, or with a smaller model of the same "
+    "kind (--model.depth 2 without model.path)"
+)
 COMPARE = "if other code trains on the same data and settings, compare its losses step by step (metrics.jsonl)"
 LABEL_WIDTH, NAME_WIDTH = 6, 20
 
@@ -47,9 +51,15 @@ class DiagnosisReport:
         return sorted(results, key=lambda result: SEVERITIES.index(result.check.severity))
 
     @property
+    def missing(self) -> list[str]:
+        """Checks that apply to this run, but for which there was no memory."""
+        return [result.check.name for result in self.results if result.finding.is_missing]
+
+    @property
     def verdict(self) -> str:
-        statuses = ("fail", "warn", "pass")
-        return next((status for status in statuses if self.with_status(status)), "skip")
+        if self.missing and not self.with_status("fail"):
+            return "incomplete"
+        return next((status for status in ("fail", "warn", "pass") if self.with_status(status)), "skip")
 
     @property
     def error(self) -> TorchstoneError | None:
@@ -65,16 +75,20 @@ class DiagnosisReport:
         failed, warned = self.with_status("fail"), self.with_status("warn")
         names = ", ".join(result.check.name for result in failed or warned)
         ran = len([result for result in self.results if result.finding.status != "skip"])
+        missing = f"; {len(self.missing)} could not run: {', '.join(self.missing)}" if self.missing else ""
         if failed:
-            return f"{len(failed)} of {ran} checks failed: {names}"
+            return f"{len(failed)} of {ran} checks failed: {names}{missing}"
         if not ran:
-            return "nothing was checked: every check was skipped"
-        return f"{ran} of {ran} checks passed" + (f", {len(warned)} with a warning: {names}" if warned else "")
+            return f"nothing was checked: every check was skipped{missing}"
+        warnings = f", {len(warned)} with a warning: {names}" if warned else ""
+        return f"{ran} of {ran} checks passed{warnings}{missing}"
 
     @property
     def next_steps(self) -> list[str]:
         failed = self.with_status("fail")
         if not failed:
+            if self.missing:
+                return [HOW_TO_COMPLETE]
             if self.left_out:
                 return [f"these are only some of the checks: {len(self.left_out)} were not run"]
             return [WHAT_REMAINS]

@@ -1,8 +1,8 @@
 """Runs the checks one after the other, on all ranks together.
 
-A check must not end the diagnosis: an exception becomes a failure that says so, and running out of memory a skipped
-check. Every rank has a finding of its own; the worst one counts. An error of one rank alone, in a check in which ranks
-exchange tensors, does end it: the others wait for that rank until the timeout of the process group.
+A check must not end the diagnosis: an exception becomes a failure that says so, and running out of memory a check that
+is missing in the verdict. Every rank has a finding of its own; the worst one counts. An error of one rank alone while
+ranks exchange tensors does end it: the others wait for that rank until the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchstone import heartbeat
-from torchstone.diagnosis.check import Check, Finding, SkipCheck, Status
+from torchstone.diagnosis.check import Check, Finding, MissingCheck, SkipCheck, Status
 from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.errors import StoppedBySignal, UsageError, WorkerError
@@ -40,6 +40,7 @@ class CheckResult:
             "group": check.group,
             "severity": check.severity,
             "status": finding.status,
+            "is_missing": finding.is_missing,
             "title": check.title,
             "meaning": check.meaning,
             "measured": finding.measured,
@@ -95,7 +96,7 @@ def run_check(diagnosis: Diagnosis, check: Check) -> Finding:
     try:
         return check.function(diagnosis)
     except SkipCheck as reason:
-        return Finding("skip", str(reason))
+        return Finding("skip", str(reason), is_missing=isinstance(reason, MissingCheck))
     except StoppedBySignal:
         # The loop that trained for the check says how its run is resumed.
         message = f"stopped by a signal while checking {check.name}"
@@ -104,7 +105,7 @@ def run_check(diagnosis: Diagnosis, check: Check) -> Finding:
         raise
     except Exception as error:
         if ran_out_of_memory(error):
-            return Finding("skip", f"out of memory: {out_of_memory_reason(error)}")
+            return Finding("skip", f"out of memory: {out_of_memory_reason(error)}", is_missing=True)
         return _could_not_run(check, error)
 
 
