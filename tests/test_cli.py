@@ -19,6 +19,8 @@ import torch
 from tiny import flags, write_rows
 from torchstone import __version__, api
 from torchstone.atomic import lock_run_folder
+from torchstone.config import load_config
+from torchstone.config.output_dir import check_output_dir
 from torchstone.errors import UsageError
 
 Settings = Callable[..., dict[str, Any]]
@@ -311,6 +313,51 @@ def test_a_launch_into_the_folder_of_another_one_is_refused_before_anything_is_w
         code, _, err = torchstone("train", *flags(overrides), "--nproc", 2)
         assert (code, snapshot(folder) == before) == (2, True), err
         assert err == f"error: another process is training in {folder}\n  choose another --output-dir\n"
+
+
+class TestOutputDirOfSomethingElse:
+    @pytest.mark.parametrize("launch_flags", [[], ["--nproc", 2]])
+    def test_the_model_folder_of_the_run_is_refused(
+        self, torchstone: Command, settings: Settings, llama_dir: Path, tmp_path: Path, launch_flags: list[Any]
+    ) -> None:
+        folder = shutil.copytree(llama_dir, tmp_path / "model")
+        overrides = settings(model__path=folder, output_dir=folder)
+        for key in ("depth", "width", "heads"):
+            del overrides[f"model.{key}"]
+        before = snapshot(folder)
+        code, _, err = torchstone("train", *flags(overrides), *launch_flags)
+        assert (code, snapshot(folder) == before) == (2, True), err
+        assert err == (
+            f"error: output_dir {folder} is the folder of model.path: a run would write its files there\n"
+            "  choose another folder, such as --output-dir runs/model\n"
+        )
+
+    @pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
+    def test_a_folder_with_such_a_file_of_another_project_is_refused(
+        self, torchstone: Command, settings: Settings, tmp_path: Path, file: str
+    ) -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / file).write_text('{"model": {}, "training": {"lr": 1}}\n')
+        code, _, err = torchstone("train", *flags(settings()))
+        assert (code, [path.name for path in (tmp_path / "run").iterdir()]) == (2, [file])
+        assert f"has a {file} that is not from a run: training would overwrite it" in err
+
+    def test_the_folders_of_tokenizer_and_data_are_refused_and_those_of_runs_are_not(
+        self, settings: Settings, tokenizer_dir: Path, text_file: Path, base_run: Path, tmp_path: Path
+    ) -> None:
+        data = text_file.parent
+        keys: dict[str, dict[str, Any]] = {
+            "model.tokenizer": {"output_dir": tokenizer_dir},
+            "data.path": {"output_dir": data, "data__path": data},
+            "data.validation_path": {"output_dir": data, "data__validation_path": f"a=demo:heldout,b={data}"},
+        }
+        for key, changes in keys.items():
+            with pytest.raises(UsageError, match=f"is the folder of {key}:"):
+                check_output_dir(load_config(overrides=settings(**changes)))
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/slurm-17.out").write_text("")
+        check_output_dir(load_config(overrides=settings()))
+        check_output_dir(load_config(overrides=settings(output_dir=base_run.parent.parent)))
 
 
 def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:

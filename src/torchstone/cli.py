@@ -40,6 +40,7 @@ from torchstone.config.load import (
     resolve,
     to_dict,
 )
+from torchstone.config.output_dir import check_output_dir
 from torchstone.config.schema import Config, Device, Dtype, Purpose, SystemConfig
 from torchstone.errors import (
     MachineError,
@@ -801,11 +802,12 @@ class Commands:
         """Runs this command in several processes, after one process has checked the layout and tokenized the data.
 
         The launcher of node 0 locks the run's folder before anything is written there. If no node knows its rank, the
-        worker of rank 0 does it later.
+        worker of rank 0 does it later. Every launcher refuses a folder that is not for runs.
         """
         text, output_dir = json.dumps(to_dict(config), indent=2), Path(config.output_dir)
         command = _worker_command()
         is_first_node = plan.nodes.max_nodes == 1 or plan.nodes.node_rank == 0
+        check_output_dir(config)
         with ExitStack() as stack:
             lock = stack.enter_context(lock_run_folder(output_dir)) if is_first_node else None
             # Each launch has its own files, so that restarted workers never read the config of another launch.

@@ -20,6 +20,7 @@ from torchstone.checkpoint.load import CHECKPOINTS, has_moved_base
 from torchstone.checkpoint.manifest import list_checkpoints, read_json, write_json
 from torchstone.checkpoint.save import STATE_FILE
 from torchstone.config.load import to_dict
+from torchstone.config.output_dir import check_output_dir
 from torchstone.config.schema import LORA_KEYS, OSFT_KEYS, Config
 from torchstone.data.loader import RunData
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
@@ -42,11 +43,13 @@ TUNING_KEYS = {
 
 @contextmanager
 def lock_output_dir(config: Config, ctx: ParallelContext = SINGLE_PROCESS) -> Iterator[None]:
-    """The launcher or rank 0 holds the lock; a second run in the same folder is refused on all ranks."""
+    """The launcher or rank 0 holds the lock; a second run in the same folder, or a folder that is not for runs, is
+    refused on all ranks."""
     error = None
     with ExitStack() as stack:
         if ctx.is_main and not heartbeat.has_launcher_lock():
             try:
+                check_output_dir(config)
                 stack.enter_context(lock_run_folder(Path(config.output_dir)))
             except UsageError as refusal:
                 error = refusal
