@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exact_runs import StopAt, exact_metrics, saved_tensors
@@ -243,6 +245,27 @@ def test_too_many_bad_batches_in_a_row_end_the_run(settings: Settings, tmp_path:
     # Three steps are looked into.
     assert "not repeated to find the cause, as 3 steps were" in str(caught.value)
     assert len(list((tmp_path / "run").glob("nan_grad_step_*.pt"))) == 3
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_weights_that_are_loaded_with_nan_end_the_run_whatever_the_policy_is(
+    method: str, settings: Settings, tmp_path: Path, base_run: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base_run / name, folder)
+    tensors = load_file(base_run / "model.safetensors")
+    tensors[LAYERNORM][3] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = {key: value for key, value in plain(settings, tmp_path, range(8)).items() if not key.startswith("model.")}
+    values |= {"model.path": str(folder), "tuning.method": method, "debug.on_nan": "skip"}
+    with pytest.raises(NumericalError, match="step 1: loss nan(.|\n)*its weights are not finite") as caught:
+        api.train(None, values)
+    assert caught.value.hint == (
+        f"the weights in {folder} have NaN or infinite values: {LAYERNORM}; training cannot repair them: use another "
+        "copy of the model"
+    )
 
 
 def test_a_rollback_leaves_out_the_data_since_the_checkpoint(settings: Settings, tmp_path: Path) -> None:

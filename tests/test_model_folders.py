@@ -458,6 +458,7 @@ class TestDamagedNative:
         err = train_error(folder, codes=(5,))
         assert "step 1: loss nan" in err
         assert "its update was not applied" in err
+        assert f"the weights in {folder} have NaN or infinite values: {name};" in err
 
     def test_export_names_a_tensor_with_nan(self, folder: Path, tmp_path: Path) -> None:
         edit_tensor(QUERY, lambda tensor: torch.full_like(tensor, float("nan")))(folder)

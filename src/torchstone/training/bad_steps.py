@@ -8,6 +8,8 @@ All ranks judge a step by the same sums, before its update, so all of them act a
   they are, and other data takes its place.
 - rollback: the run goes on from its last checkpoint, and the data since then is left out.
 
+Weights that were not finite when they were loaded end the run in any case.
+
 With stop (and warn, for spikes) the device decides about the update, and the host reads the numbers when it has started
 the next step, whose update then waits for the same decision: no step waits for the host. The other two read the numbers
 of a step before its update.
@@ -28,7 +30,7 @@ from torchstone.config.schema import DebugConfig
 from torchstone.data.loader import StepBatch
 from torchstone.errors import NumericalError
 from torchstone.observe.console import Console
-from torchstone.training.checks import WHAT_TO_TRY
+from torchstone.training.checks import WHAT_TO_TRY, non_finite_names
 from torchstone.training.nan_report import describe_gradients, report_nan
 from torchstone.training.out_of_memory import set_rng_states
 from torchstone.training.replay import clear_gradients
@@ -48,6 +50,7 @@ LOOK_AT_ROWS = (
     "look at these rows with torchstone inspect-data; if they are fine, try a lower --optim.learning_rate; "
     "--debug.on_spike skip leaves such batches out"
 )
+MAX_NAMES = 3
 # Full reports of a process; each repeats a step.
 MAX_REPORTS = 3
 
@@ -166,6 +169,8 @@ def judge_step(run: Run, computed: ComputedStep) -> bool:
     policy = debug.on_spike if is_spike else debug.on_nan
     text = _describe_spike(run, computed) if is_spike else _describe_nan(run, computed)
     clear_gradients(run.runner)
+    if not is_spike:
+        _check_loaded_weights(run, computed.step, text)
     if policy == "stop":
         what_to_try = LOOK_AT_ROWS if is_spike else f"{WHAT_TO_TRY}; --debug.on_nan skip leaves such batches out"
         raise NumericalError(f"{text}; its update was not applied", what_to_try)
@@ -185,6 +190,23 @@ def judge_step(run: Run, computed: ComputedStep) -> bool:
     set_rng_states(computed.rng_states, run.device)
     run.console.warn(f"{text}; its batch is skipped ({progress.skipped_steps} so far)")
     return False
+
+
+def _check_loaded_weights(run: Run, step: int, text: str) -> None:
+    """Raises if the weights of the first step, those that were loaded, are not finite: no other batch would help."""
+    folder = run.weights_folder
+    if folder is None or step != run.first_step:
+        return
+    weights = [(name, parameter.detach(), "") for name, parameter in run.model.named_parameters()]
+    names = non_finite_names(run.runner, [each for each in weights if each[1].is_floating_point()])
+    if names:
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        folders = " or ".join(str(path) for path in (folder, run.config.tuning.adapter) if path is not None)
+        raise NumericalError(
+            f"{text}; its update was not applied",
+            f"the weights in {folders} have NaN or infinite values: {', '.join(names[:MAX_NAMES])}{more}; training "
+            "cannot repair them: use another copy of the model",
+        )
 
 
 def _describe_spike(run: Run, computed: ComputedStep) -> str:

@@ -53,6 +53,9 @@ class Run:
     samples_file: MetricsFile | None = None
     # The checkpoint that this process resumed from. It is kept, whatever checkpoint.keep_last is.
     resumed_from: Path | None = field(init=False)
+    # Where the weights were loaded from; None for a new model. Until `first_step` is done they are as they are there.
+    weights_folder: Path | None = None
+    first_step: int = field(init=False)
     # FLOP/s of one device, for MFU; None if unknown.
     peak_flops: float | None = field(init=False)
     # NaN and Inf that were looked into.
@@ -61,7 +64,7 @@ class Run:
     saved_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.resumed_from = self.checkpoint
+        self.resumed_from, self.first_step = self.checkpoint, self.progress.step + 1
         precision, peak_tflops = self.config.training.precision, self.config.observe.peak_tflops
         self.peak_flops = device_peak_flops(self.device, precision, peak_tflops)
 

@@ -75,7 +75,7 @@ from torchstone.training.out_of_memory import limit_settings, restore_limit
 from torchstone.training.run import Run
 from torchstone.training.run_folder import check_identity, run_identity, warn_about_changes
 from torchstone.training.sample_text import choose_prompts
-from torchstone.training.schedule import check_loss_tokens, plan_schedule
+from torchstone.training.schedule import TrainingSchedule, check_loss_tokens, plan_schedule
 from torchstone.training.state import Progress
 from torchstone.training.tuning import build_projection, decompose, plan_tuning, tuning_notes
 from torchstone.tuning.lora import LORA_B
@@ -138,8 +138,7 @@ def build_run(
     _warn_about_padding(model, tokenizer, console)
     for warning in [
         *slow_choices(requested, execution, device, isinstance(model, NativeModel)),
-        *schedule_warnings(schedule.total_steps, config.optim),
-        *_batch_size_warnings(data),
+        *_length_warnings(config, schedule, data),
     ]:
         console.warn(warning)
     info = _checkpoint_info(config, runner, data, model_folder) | {
@@ -150,6 +149,7 @@ def build_run(
     if checkpoint is not None and ctx.is_main:
         warn_about_changes(requested, checkpoint, state.get("resolved", {}), info["resolved"], console)
     run = Run(config, model, tokenizer, data, optimizer, runner, schedule, progress, console, info, checkpoint)
+    run.weights_folder = model_folder
     restore_limit(run, state.get("limit_settings"))
     if config.observe.sample_every_steps is not None:
         run.sample_prompts = choose_prompts(config, data, tokenizer, model)
@@ -454,13 +454,16 @@ def _warn_about_batch_size(state: dict[str, Any], data: RunData, console: Consol
         )
 
 
-def _batch_size_warnings(data: RunData) -> list[str]:
+def _length_warnings(config: Config, schedule: TrainingSchedule, data: RunData) -> list[str]:
+    """About runs and epochs that are shorter than they should be."""
+    warnings = list(schedule_warnings(schedule.total_steps, config.optim))
     size, samples = data.batch_sizes.global_batch_size, len(data.train)
-    if size <= samples:
-        return []
-    return [
-        f"training.global_batch_size {size} is larger than the data ({samples} samples): an epoch is less than a step"
-    ]
+    if size > samples:
+        warnings.append(
+            f"training.global_batch_size {size} is larger than the data ({samples} samples): an epoch is less than a "
+            "step"
+        )
+    return warnings
 
 
 def _warn_about_other_tokenizer(folder: Path, tokenizer: Tokenizer, console: Console) -> None:
