@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -632,6 +633,19 @@ class TestTemplates:
         assert tokenizer.unknown_template_tokens == []
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
         assert chatml.unknown_template_tokens == ["<|im_start|>", "<|im_end|>"]
+
+    def test_they_are_named_first_where_the_rows_become_too_long_by_them(
+        self, settings: Any, chat_file: Path, tmp_path: Path
+    ) -> None:
+        overrides = settings(data__path=str(chat_file), data__chat_template="llama3", data__context_length=32)
+        with pytest.raises(DataError, match="has a token to train on") as caught:
+            torchstone.prepare(overrides=overrides | {"data.cache_dir": str(tmp_path / "cache")})
+        assert caught.value.hint is not None
+        assert re.match(
+            r"the chat template writes <\|start_header_id\|>, .*, <\|eot_id\|>, which are not single tokens of this "
+            r"tokenizer: set a --data.chat_template .*; \d+ are longer than data.context_length",
+            caught.value.hint,
+        )
 
     def test_a_chosen_template_is_saved_with_the_model(self, settings: Any, chat_file: Path, tmp_path: Path) -> None:
         overrides = settings(

@@ -154,8 +154,9 @@ class TokenCache:
     def bad_rows_path(self) -> Path:
         return self.folder / BAD_ROWS_FILE
 
-    def check_trainable(self) -> None:
-        """Raises DataError if no token would be trained on.
+    def check_trainable(self, unknown_tokens: Sequence[str] = ()) -> None:
+        """Raises DataError if no token would be trained on. `unknown_tokens`: those of the chat template that are not
+        single tokens of the tokenizer: rows become longer.
 
         Training on nothing looks like training: it runs, and the loss stays where it was.
         """
@@ -164,11 +165,15 @@ class TokenCache:
             path = self.folder / "row_lengths.bin"
             longest = f" (up to {self.row_lengths.max()} tokens)" if counts.dropped_long and path.is_file() else ""
             has_others = counts.rows > counts.dropped_long + counts.bad_rows
-            raise DataError(
-                f"{self.source.name}: none of its {counts.rows} rows has a token to train on",
-                f"{counts.dropped_long} are longer than data.context_length{longest}, {counts.bad_rows} are bad"
-                + ("; torchstone inspect-data shows the others" if has_others else ""),
-            )
+            hint = f"{counts.dropped_long} are longer than data.context_length{longest}, {counts.bad_rows} are bad"
+            hint += "; torchstone inspect-data shows the others" if has_others else ""
+            if unknown_tokens:
+                verb = "is not a single token" if len(unknown_tokens) == 1 else "are not single tokens"
+                hint = (
+                    f"the chat template writes {', '.join(unknown_tokens)}, which {verb} of this tokenizer: set a "
+                    f"--data.chat_template that fits it, or leave it out to use the tokenizer's own; {hint}"
+                )
+            raise DataError(f"{self.source.name}: none of its {counts.rows} rows has a token to train on", hint)
 
     def bad_rows(self) -> Iterator[BadRow]:
         with self.bad_rows_path.open(encoding="utf-8") as lines:

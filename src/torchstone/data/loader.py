@@ -305,16 +305,16 @@ def tokenize_source(
             f"{source.title}: data.on_long_row {data.on_long_row} has no effect on packed text, which is one stream "
             "(--data.text_packing best-fit keeps documents whole)"
         )
-    if source.row_format in CHAT_FORMATS:
-        for token in tokenizer.unknown_template_tokens:
-            console.warn(f"the chat template writes {token}, which is not a single token of {tokenizer.path}")
+    unknown_tokens = tokenizer.unknown_template_tokens if source.row_format in CHAT_FORMATS else []
+    for token in unknown_tokens:
+        console.warn(f"the chat template writes {token}, which is not a single token of {tokenizer.path}")
     encoding = source_encoding(data, source, tokenizer)
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
     options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row, needs_row_lengths=inspect_only)
     cache = open_cache(source, encoding, options, console, max_rows)
     if not inspect_only:
         log_counts(cache, console)
-        cache.check_trainable()
+        cache.check_trainable(unknown_tokens)
     return cache
 
 
