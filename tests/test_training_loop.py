@@ -140,8 +140,11 @@ class TestModes:
             capsys.readouterr().err
         )
         assert (again.step, lines_again) == (2, lines)
-        train(overrides | {"training.max_steps": 9, "training.max_epochs": 0.01, "training.mode": "epoch"})
-        assert "set a later end: --training.max_steps 18 --training.max_epochs 0.02\n" in capsys.readouterr().err
+        limits = {"training.max_steps": 9, "training.max_epochs": 0.01, "training.max_tokens": 100}
+        train(overrides | limits | {"training.mode": "epoch"})
+        # Two steps had 8 samples of 32 tokens: twice the last two limits would be no later end.
+        end = "--training.max_steps 18 --training.max_epochs 2 --training.max_tokens 512"
+        assert f"set a later end: {end}\n" in capsys.readouterr().err
         _, longer, _ = train(overrides | {"training.max_steps": 4})
         assert ([line["step"] for line in longer], longer[:2]) == ([1, 2, 3, 4], lines)
 

@@ -9,6 +9,7 @@ Functions that end in `_with_config` take a validated `Config`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,7 +53,6 @@ from torchstone.config.schema import (
     ParallelConfig,
     Purpose,
     SystemConfig,
-    TrainingConfig,
 )
 from torchstone.data.formats import TEXT_FORMATS, Message
 from torchstone.data.inspect import inspect_sources
@@ -203,7 +203,7 @@ def _train_once(
     rollbacks.apply(run)
     if run.schedule.is_done(run.progress) and run.progress.pending_metrics is None:
         step, end, stopped = run.progress.step, run.schedule.total_steps, run.early_stop_reason
-        reason = stopped or f"to continue it, set a later end: {_later_end(config.training, step)}"
+        reason = stopped or f"to continue it, set a later end: {_later_end(run)}"
         console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
         return TrainResult(step, run.checkpoint, None, None, stopped)
     console.open_log()
@@ -900,10 +900,22 @@ def _check_minimum(name: str, value: int | None, minimum: int) -> None:
         raise UsageError(f"{name} {value} is less than {minimum}")
 
 
-def _later_end(training: TrainingConfig, step: int) -> str:
-    limits = {"max_steps": training.max_steps, "max_epochs": training.max_epochs, "max_tokens": training.max_tokens}
-    later = {name: 2 * limit for name, limit in limits.items() if limit is not None} or {"max_steps": 2 * step}
-    return " ".join(f"--training.{name} {limit}" for name, limit in later.items())
+def _later_end(run: Run) -> str:
+    """The limits of a complete run doubled or, if it was trained further than that, twice what was trained."""
+    training, progress = run.config.training, run.progress
+    epochs = progress.trained_samples / len(run.data.train)
+    limits = {
+        "max_steps": (training.max_steps, progress.step),
+        "max_epochs": (training.max_epochs, epochs),
+        "max_tokens": (training.max_tokens, progress.tokens),
+    }
+    later = {
+        name: 2 * limit if 2 * limit > trained else 2 * math.ceil(trained)
+        for name, (limit, trained) in limits.items()
+        if limit is not None
+    }
+    later = later or {"max_steps": 2 * progress.step}
+    return " ".join(f"--training.{name} {int(end) if end == int(end) else end}" for name, end in later.items())
 
 
 def _count(count: int, noun: str) -> str:
