@@ -13,6 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tiny import write_rows
 from torchstone.data import json_array, sources
@@ -372,6 +374,12 @@ class TestDamage:
         (tmp_path / "a.md").write_text("hello")
         with pytest.raises(UsageError, match=r".md files are not supported"):
             find_files(str(tmp_path / "a.md"))
+        save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+        with pytest.raises(UsageError, match=r"model.safetensors: .safetensors files are not supported"):
+            find_files(str(tmp_path / "model.safetensors"))
+        (tmp_path / "model.safetensors").rename(tmp_path / "weights.v2")
+        with pytest.raises(DataError, match=r"weights.v2: is a binary file, which is not supported"):
+            list(read_rows(tmp_path / "weights.v2"))
         (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
         with pytest.raises(DataError, match=r"its contents are .gz data"):
             list(read_rows(tmp_path / "a.jsonl"))

@@ -52,7 +52,8 @@ COLUMNS = set(get_args(Column))
 OPTIONAL_COLUMNS = {"labels", "len", "tools", "system", "unmask", "input", "history"}
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 UNSUPPORTED_SUFFIXES = (
-    ".md", ".arrow", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".xlsx", ".bin", ".npy",
+    ".md", ".arrow", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z", ".xlsx", ".pdf", ".safetensors", ".bin", ".pt",
+    ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npy", ".npz", ".pkl", ".pickle",
 )  # fmt: skip
 MAGIC_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 BOM = b"\xef\xbb\xbf"
@@ -149,7 +150,7 @@ def find_files(
             note(line)
         return files
     if path.is_file():
-        if path.suffix in UNSUPPORTED_SUFFIXES:
+        if path.suffix.lower() in UNSUPPORTED_SUFFIXES:
             raise UsageError(f"{path}: {path.suffix} files are not supported", f"use one of {SUPPORTED}")
         return [path]
     if glob.has_magic(name):
@@ -502,7 +503,12 @@ def _parse_text_line(raw: bytes, path: Path, line: int) -> Row | BadRow:
 
 
 def _is_array(path: Path) -> bool:
-    return starts_with_array(_check_beginning(path))
+    """Whether a file has a JSON array, not lines. Raises DataError for a binary file, if its name is not one of JSON:
+    then NUL bytes are damaged rows."""
+    beginning = _check_beginning(path)
+    if b"\0" in beginning[:1024] and file_type(path) not in ALL_TYPES:
+        raise DataError(f"{path}: is a binary file, which is not supported", f"use one of {SUPPORTED}")
+    return starts_with_array(beginning)
 
 
 def _check_beginning(path: Path) -> bytes:
