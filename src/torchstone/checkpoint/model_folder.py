@@ -141,7 +141,7 @@ def load_model(
     model = FallbackModel(module, hf_config, module.generation_config, notes=notes, warnings=warnings, tuning=tuning)
     model.merge_errors = merge_errors
     # Also discards a damaged generation_config.json.
-    model.warnings += model.align_special_tokens({})
+    model.align_special_tokens({})
     model.apply_execution(execution)
     builder.shard_fallback(module)
     model.notes += builder.notes

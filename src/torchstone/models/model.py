@@ -188,7 +188,8 @@ class Model(ABC):
             stops = settings.get("eos_token_id")
         except (ValueError, AttributeError, RecursionError):
             self.generation_config = None
-            return [f"{GENERATION_CONFIG} is not a JSON object; it will be rewritten"]
+            self.warnings.append(f"{GENERATION_CONFIG} is not a JSON object; it will be rewritten")
+            return []
         stops = [] if stops is None or not keep_stops else stops if isinstance(stops, list) else [stops]
         # With another tokenizer a stop token's id may have become BOS, with which every text begins.
         stops = [stop for stop in stops if stop in stop_ids or stop != special_ids.get("bos_token_id")]

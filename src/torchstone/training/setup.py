@@ -420,7 +420,7 @@ def _load_model(
             )
     _warn_about_other_tokenizer(folder, tokenizer, console)
     for change in model.align_special_tokens(_special_ids(tokenizer), tokenizer.stop_ids):
-        console.warn(change)
+        console.info(change)
     if model.max_positions is not None and max_length > model.max_positions and model.length_error(max_length) is None:
         console.warn(f"data.context_length {max_length} exceeds the {model.max_positions} positions of the model")
     console.info(f"model {folder}: {model.describe()}")
