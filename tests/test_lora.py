@@ -61,6 +61,7 @@ from tuned import (
 )
 
 Settings = Callable[..., dict[str, Any]]
+Command = Callable[..., tuple[int, str, str]]
 # With what PEFT stores in another way: phi3 and gpt2 have one linear for q, k and v, gpt2's are transposed.
 FAMILIES = {"llama": "tied", "qwen3": "head size", "gemma3_text": "alternating", "phi3": "", "gpt2": ""}
 # Those with a linear for each projection, so that both sides train the same parameters.
@@ -316,17 +317,24 @@ class TestRuns:
         api.train(overrides=values, callbacks=[StopAt(3)])
         assert api.train(overrides=values).step == 6
 
-    def test_export_and_merge(self, lora_settings: Settings, base_run: Path, tmp_path: Path) -> None:
+    def test_export_and_merge(
+        self, lora_settings: Settings, base_run: Path, tmp_path: Path, torchstone: Command
+    ) -> None:
         values = lora_settings(tuning__modules_to_save=["lm_head"])
         api.train(overrides=values)
         adapter = api.export(values["output_dir"], tmp_path / "adapter")
         assert adapter["verified"]
         assert adapter["max_logit_difference"] <= LOGITS_LIMIT
+        _, out, _ = torchstone("export", values["output_dir"], tmp_path / "unverified", "--no-verify")
+        assert "verified: False\n" in out
+        assert "warnings" not in out, "there are none"
         model = api.export(values["output_dir"], tmp_path / "model", merge=True)
         assert model["verified"]
         assert 0 < model["merge_error"] < 1e-5
+        written = load_file(tmp_path / "model/model.safetensors")
+        assert model["merge_error_in"] in written
         # The head is tied: it is trained, and still tied in what is written.
-        assert "lm_head.weight" not in load_file(tmp_path / "model/model.safetensors")
+        assert "lm_head.weight" not in written
         base = AutoModelForCausalLM.from_pretrained(base_run, dtype=torch.float32)
         theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
@@ -497,6 +505,7 @@ class TestRuns:
         merged = api.export(two, tmp_path / "model", merge=True)
         assert merged["verified"]
         assert 0 < merged["merge_error"] < 1e-5
+        assert merged["merge_error_in"] in load_file(tmp_path / "model/model.safetensors")
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
         assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()), logits_of(theirs))
 

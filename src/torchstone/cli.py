@@ -964,7 +964,8 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
         _print_json(result)
         return
     for key, value in result.items():
-        _print_line(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}")
+        if value != []:
+            _print_line(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}")
 
 
 def _print_line(text: str) -> None:

@@ -162,7 +162,7 @@ def _merge_report(errors: dict[str, float]) -> dict[str, Any]:
     if not errors:
         return {}
     worst = max(errors, key=errors.__getitem__)
-    return {"merge_error": errors[worst], "merge_error_in": worst}
+    return {"merge_error": errors[worst], "merge_error_in": worst.removeprefix("hf.")}
 
 
 def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, trust_remote_code: bool) -> dict[str, Any]:
@@ -275,17 +275,21 @@ def _probe_logits(model: Model, tokenizer: Tokenizer) -> Tensor:
 def _copy_native(folder: Path, dtype: torch.dtype, target: Path) -> dict[str, float]:
     """Writes the Hugging Face files of a native model from any files, one tensor at a time.
 
-    Returns what rounding has lost of the updates, if an adapter was merged.
+    Returns what rounding has lost of the updates, by Hugging Face name, if an adapter was merged.
     """
     hf_config, family, config = read_model_config(folder)
     model_type = hf_config["model_type"]
     weights = open_weights(folder, model_type, config)
-    write_weights(weights, WEIGHT_NAMES[model_type], decoder_shapes(config), dtype, target)
+    names = WEIGHT_NAMES[model_type]
+    write_weights(weights, names, decoder_shapes(config), dtype, target)
     write_hf_config(hf_config, family, dtype, target)
     if (folder / GENERATION_CONFIG).is_file():
         read_json(folder / GENERATION_CONFIG)  # Transformers could not load a damaged one.
         (target / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
-    return weights.errors if isinstance(weights, MergedTensors | MergedOsft) else {}
+    errors = weights.errors if isinstance(weights, MergedTensors | MergedOsft) else {}
+    # A tensor may hold several parameters: the largest error comes last.
+    by_size = sorted(errors.items(), key=lambda item: item[1])
+    return {next(iter(names.stored_tensors([name]))): error for name, error in by_size}
 
 
 def resolve_dtype(folder: Path, requested: str) -> tuple[torch.dtype, str]:
