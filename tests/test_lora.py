@@ -419,6 +419,11 @@ class TestRuns:
         common = {key: value for key, value in values.items() if not key.startswith("tuning.")}
         api.train(overrides=common | full | {"observe.console": "lines"})
         assert f"{checkpoint} has only what was tuned of {base_run}: both are merged" in capsys.readouterr().err
+        # Neither run goes on with the method of the other.
+        with pytest.raises(CheckpointError, match=r"tuning.method full is now lora\n.*--output-dir NEW"):
+            api.train(overrides=more | {"output_dir": full["output_dir"]})
+        with pytest.raises(CheckpointError, match=r"tuning.method lora is now full\n.*--output-dir NEW"):
+            api.train(overrides=common | full | {"model.path": str(base_run), "output_dir": values["output_dir"]})
 
     @pytest.mark.parametrize("processes", [1, 2])
     def test_frozen_adapters_are_active(

@@ -180,9 +180,10 @@ def config_identity(config: Config) -> dict[str, Any]:
 
 
 def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path) -> None:
+    """Raises CheckpointError if one of the values in `current` is not as in the run that saved the checkpoint."""
     # Older checkpoints do not have it.
     saved = {"tuning.method": "full"} | saved
-    if has_moved_base(checkpoint):
+    if "model.path" in current and has_moved_base(checkpoint):
         # Its fingerprint is compared instead, when it is opened.
         saved["model.path"] = current["model.path"]
     changes = [

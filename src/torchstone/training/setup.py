@@ -101,7 +101,7 @@ def build_run(
     resume = resume or _resume_setting(config, ctx)
     checkpoint = find_resume_checkpoint(Path(config.output_dir), resume, console.warn, ctx)
     model_folder = _model_folder(config, checkpoint, ctx, console)
-    state = {} if checkpoint is None else read_state(checkpoint)
+    state = {} if checkpoint is None else _read_state(config, checkpoint)
     heartbeat.report_phase("checking the model")
     requested, precision = config, choose_precision(config, device, ctx, state.get("identity", {}))
     config = with_precision(config, precision)
@@ -155,6 +155,13 @@ def build_run(
         run.sample_prompts = choose_prompts(config, data, tokenizer, model)
     mark_best_checkpoint(run)
     return run
+
+
+def _read_state(config: Config, checkpoint: Path) -> dict[str, Any]:
+    """Raises CheckpointError for a checkpoint of another tuning.method, before it is opened as one of this method."""
+    state = read_state(checkpoint)
+    check_identity(state.get("identity", {}), {"tuning.method": config.tuning.method}, checkpoint)
+    return state
 
 
 def _model_folder(config: Config, checkpoint: Path | None, ctx: ParallelContext, console: Console) -> Path | None:
