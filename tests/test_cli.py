@@ -122,7 +122,10 @@ class TestWrongUsage:
             ("export nowhere there", "nowhere does not exist"),
             ("export nowhere there --dtype int8", 'Choose from: "auto", "float32"'),
             ("chat nowhere", "nowhere does not exist"),
-            ("train --preset debug --output-dir a-file", "a-file: File exists"),
+            ("train --preset debug --output-dir a-file", "output_dir a-file is a file\n  choose another --output-dir"),
+            ("train --preset debug --output-dir /proc/a/b", "output_dir /proc/a/b cannot be created: No such file"),
+            ("train --preset debug --model.path a-file", "a-file is a file, not a model folder"),
+            ("evaluate tok --data demo:heldout", "tok has a tokenizer, but no model (no config.json)"),
             ("train --preset debug --data.cache_dir a-file", "a-file"),
         ],
     )
@@ -131,6 +134,8 @@ class TestWrongUsage:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "a-file").write_text("")
+        (tmp_path / "tok").mkdir()
+        (tmp_path / "tok/tokenizer.json").write_text("{}")
         code, out, err = torchstone(*args.split())
         assert code == 2, err
         assert expected in err

@@ -125,7 +125,11 @@ def lock_run_folder(folder: Path) -> Iterator[int]:
     Child processes that inherit the file share the lock. It ends with the last of them.
     """
     check_utf8(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "is a file" if folder.is_file() else f"cannot be created: {error.strerror}"
+        raise UsageError(f"output_dir {folder} {reason}", "choose another --output-dir") from None
     with open(folder / ".lock", "a", opener=open_without_following) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

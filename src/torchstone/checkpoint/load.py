@@ -101,8 +101,13 @@ def resolve_model_folder(
         return checkpoint
     if not folder.is_dir():
         raise UsageError(
-            f"model folder {folder} does not exist",
+            f"{folder} is a file, not a model folder" if folder.exists() else f"model folder {folder} does not exist",
             "name a Hugging Face folder, a checkpoint or a run, or a model on the hub as org/name",
+        )
+    if (folder / "tokenizer.json").is_file() and not any(folder.glob("*.safetensors")):
+        raise UsageError(
+            f"{folder} has a tokenizer, but no model (no config.json)",
+            "name the folder of a model; a new model has --model.depth instead, and this folder as --model.tokenizer",
         )
     raise UsageError(f"{folder} is neither a Hugging Face folder nor a run with a checkpoint")
 
