@@ -584,6 +584,19 @@ class TestTemplates:
         with pytest.raises(UsageError, match="the chat template is invalid"):
             ChatTemplate(source, {})
 
+    def test_the_error_names_the_line_and_where_the_template_is_from(
+        self, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "mine.jinja"
+        file.write_text("{% for m in messages %}\n{{ m['role'] ")
+        match = "the chat template is invalid in line 2: unexpected end"
+        with pytest.raises(UsageError, match=rf"{match}.* \(in {file}\)\n"):
+            _ = load_tokenizer(Path(tokenizer.path), str(file)).template
+        folder = shutil.copytree(tokenizer.path, tmp_path / "tok")
+        shutil.copy(file, folder / "chat_template.jinja")
+        with pytest.raises(UsageError, match=rf"{match}.* \(in the tokenizer {folder}\)\n"):
+            _ = load_tokenizer(folder).template
+
     def test_a_template_cannot_write_much_more_than_the_conversation(self) -> None:
         """A thousand rows that become a megabyte each would fill the memory too. A long conversation may be long."""
         with pytest.raises(DataError, match="it writes 999,900 characters for a conversation of"):

@@ -80,7 +80,8 @@ class ChatTemplate:
             # Compiling also evaluates constant expressions, such as 'a' | center(99999999999).
             self._template = self.limits.run(lambda: environment.from_string(source))
         except Exception as error:
-            raise UsageError(f"the chat template is invalid: {error}") from None
+            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise UsageError(f"the chat template is invalid{line}: {error}") from None
 
     def render_text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         return self.limits.run(lambda: self._render(messages, tools))

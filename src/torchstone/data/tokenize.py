@@ -27,11 +27,13 @@ PROBE = "torchstone-probe"
 
 
 class Tokenizer:
-    """A Transformers tokenizer with the few things that training needs."""
+    """A Transformers tokenizer with the few things that training needs. `template_name`: the file or the built-in name
+    of its chat template, if it is not the one in its folder."""
 
-    def __init__(self, hf: Any, path: str) -> None:
+    def __init__(self, hf: Any, path: str, template_name: str | None = None) -> None:
         self.hf = hf
         self.path = path
+        self.template_name = template_name
         if not getattr(hf, "is_fast", False):
             raise UsageError(f"{path}: the tokenizer has no tokenizer.json (a fast tokenizer is needed)")
         # A saved tokenizer may have the truncation and padding of an earlier call.
@@ -110,7 +112,11 @@ class Tokenizer:
                 f"{self.path}: the tokenizer has several chat templates: {', '.join(self.hf.chat_template)}",
                 "save one of them to a file and set --data.chat_template FILE",
             )
-        return ChatTemplate(self.hf.chat_template, self.hf.special_tokens_map)
+        try:
+            return ChatTemplate(self.hf.chat_template, self.hf.special_tokens_map)
+        except UsageError as error:
+            source = f"the tokenizer {self.path}" if self.template_name is None else self.template_name
+            raise UsageError(f"{error.message} (in {source})", "set another --data.chat_template") from None
 
     @cached_property
     def unknown_template_tokens(self) -> list[str]:
@@ -204,7 +210,7 @@ def load_tokenizer(
         raise UsageError(f"{folder}: Transformers cannot read the tokenizer: {message}") from None
     if chat_template is not None:
         hf.chat_template = load_template(chat_template)
-    tokenizer = Tokenizer(hf, str(folder))
+    tokenizer = Tokenizer(hf, str(folder), chat_template)
     if warn is not None:
         for warning in tokenizer.warnings:
             warn(warning)
