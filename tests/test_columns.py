@@ -139,6 +139,15 @@ class TestRows:
         assert source.row_format == "text"
         assert [each.value["text"] for each in read_rows(path, source.columns)] == ["c"]
 
+    def test_messages_in_the_keys_of_sharegpt_get_the_columns_that_read_them(
+        self, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+        path = write_rows(tmp_path / "a.jsonl", [{"messages": turns}])
+        with pytest.raises(BadRow, match=r"message 0 has no role(.|\n)*--data.columns conversations=messages"):
+            build_cache(path, tokenizer)
+        assert build_cache(path, tokenizer, conversations="messages").counts.trained_tokens > 0
+
     def test_optional_columns_may_be_missing_in_a_row(self, tmp_path: Path) -> None:
         rows = [{"q": "a", "a": "b", "sys": "c"}, {"q": "d", "a": "e"}]
         path = write_rows(tmp_path / "a.jsonl", rows)

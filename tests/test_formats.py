@@ -267,7 +267,9 @@ class TestFormats:
         ("row", "reason"),
         [
             ({"messages": []}, "messages is empty"),
-            ({"messages": "hello"}, "messages is empty or not a list"),
+            ({"messages": []}, "messages is empty or not a list"),
+            ({"messages": "hello"}, "messages is a string, not a list"),
+            ({"conversations": "[{}]"}, "conversations is a string, not a list"),
             ({"messages": [{"content": "a"}]}, "message 0 has no role"),
             ({"messages": [{"role": "asistant", "content": "a"}]}, "has the role 'asistant'.*\n.*\n.*'assistant'"),
             ({"messages": [{"role": "Assistant", "content": "a"}]}, "message 0 has the role 'Assistant'"),

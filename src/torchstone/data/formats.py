@@ -256,8 +256,7 @@ def _similar(name: str, known: tuple[str, ...]) -> list[str]:
 
 
 def _read_messages(row: Row, values: Any) -> Conversation:
-    if not isinstance(values, list) or not values:
-        raise row.error("messages is empty or not a list")
+    _check_turns(row, "messages", values)
     _check_no_images(row, row.value, *values)
     messages = [_read_message(row, index, message) for index, message in enumerate(values)]
     system = row.value.get("system")
@@ -270,6 +269,16 @@ def _read_messages(row: Row, values: Any) -> Conversation:
     return Conversation(messages, _read_tools(row), _read_unmask(row))
 
 
+def _check_turns(row: Row, name: str, turns: Any) -> None:
+    if isinstance(turns, str) and turns:
+        raise row.error(
+            f"{name} is a string, not a list",
+            "if it is JSON, parse it and write the rows as JSONL or parquet; a CSV file cannot have lists",
+        )
+    if not isinstance(turns, list) or not turns:
+        raise row.error(f"{name} is empty or not a list")
+
+
 def _read_unmask(row: Row) -> bool:
     unmask = row.value.get("unmask", False)
     if not isinstance(unmask, bool):
@@ -279,7 +288,12 @@ def _read_unmask(row: Row) -> bool:
 
 def _read_message(row: Row, index: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-        raise row.error(f"message {index} has no role")
+        is_sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
+        hint = (
+            "from and value are the keys of ShareGPT: add --data.columns conversations=messages, or rename the column "
+            "to conversations"
+        )
+        raise row.error(f"message {index} has no role", hint if is_sharegpt else None)
     role = message["role"]
     if role not in ROLES:
         similar = [SHAREGPT_ROLES[role]] if role in SHAREGPT_ROLES else _similar(role.lower(), ROLES)
@@ -368,8 +382,7 @@ def _read_tools(row: Row) -> list[Any] | None:
 
 def _sharegpt_messages(row: Row) -> list[Message]:
     turns = row.value["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise row.error("conversations is empty or not a list")
+    _check_turns(row, "conversations", turns)
     messages = []
     for index, turn in enumerate(turns):
         if isinstance(turn, dict) and "role" in turn:
