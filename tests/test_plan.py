@@ -393,6 +393,7 @@ class TestCommand:
         flags = ["--model.path", big_model, "--data.context_length", "8192", "--training.batch_size", "1"]
         flags += ["--training.global_batch_size", "512", "--world", "512", "--gpu", "h100-80gb"]
         code, output, errors = torchstone("plan", *flags)
+        assert "steps       unknown: there is no --data.path\n" in output
         assert code == 4
         assert "does not fit: 75.1 GiB can be used on h100-80gb (95% of 79.1 GiB)" in output
         assert "--model.recompute full fits" in errors
@@ -466,6 +467,15 @@ class TestCommand:
         code, _, errors = torchstone("plan", *flags, "--gpu", "a100-80gb")
         assert code == 2
         assert "a100-80gb has no FP8" in errors
+
+
+def test_the_output_in_the_documentation_is_that_of_its_command(
+    torchstone: Command, settings: Callable[..., dict[str, Any]]
+) -> None:
+    page = (ROOT / "docs/plan.md").read_text()
+    command = re.findall(r"^torchstone (plan .*) --json$", page, re.MULTILINE)[0]
+    code, output, _ = torchstone(*command.split(), "--data.cache_dir", settings()["data.cache_dir"])
+    assert (code, f"```text\n{output}```\n" in page) == (0, True), output
 
 
 def test_the_table_of_gpus_in_the_documentation_is_complete() -> None:

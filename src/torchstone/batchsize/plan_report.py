@@ -74,7 +74,8 @@ def _memory_table(plan: Plan, block: str) -> Iterator[str]:
 def _length(plan: Plan) -> Iterator[str]:
     length, state = plan.length, plan.job.state
     if length.steps is None:
-        yield "steps       endless" if plan.job.config.training.mode == "infinite" else "steps       unknown: no data"
+        is_endless = plan.job.config.training.mode == "infinite"
+        yield f"steps       {'endless' if is_endless else 'unknown: there is no --data.path'}"
     else:
         tokens = "an unknown number of" if length.tokens is None else f"{length.tokens:,}"
         yield f"steps       {length.steps:,}, {tokens} tokens ({length.source})"
