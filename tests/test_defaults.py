@@ -298,9 +298,14 @@ class TestWhereItIsShown:
         capsys.readouterr()
         api.train(None, settings(training__max_steps=2, **lines))
         assert "training.precision" not in capsys.readouterr().err, "it is still bf16"
-        api.train(None, settings(training__max_steps=3, model__recompute="full", model__attention="eager", **lines))
-        warnings = re.findall(r"changed since .* was last started: (model.*)", capsys.readouterr().err)
-        assert warnings == ["model.attention sdpa is now eager", "model.recompute none is now full"]
+        changes = {"model__recompute": "full", "model__attention": "eager", "checkpoint__every_steps": 50}
+        api.train(None, settings(training__max_steps=3, **changes, **lines))
+        warnings = re.findall(r"changed since .* was last started: ((?:model|checkpoint).*)", capsys.readouterr().err)
+        assert warnings == [
+            "checkpoint.every_steps none is now 50",
+            "model.attention sdpa is now eager",
+            "model.recompute none is now full",
+        ]
         # The first start of a run from the checkpoint of another one.
         checkpoint = tmp_path / "run/checkpoints/step-00000003"
         values = settings(training__max_steps=4, model__recompute="full", **lines)

@@ -409,9 +409,9 @@ class TestRuns:
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         # What a run started with is a part of it.
         more = values | {"training.max_steps": 2}
-        with pytest.raises(CheckpointError, match="tuning.frozen_adapters None is now {'style': "):
+        with pytest.raises(CheckpointError, match="tuning.frozen_adapters none is now {'style': "):
             api.train(overrides=more | {"tuning.frozen_adapters": f"style={tmp_path / 'theirs'}"})
-        with pytest.raises(CheckpointError, match=r"tuning.adapter .* is now None") as caught:
+        with pytest.raises(CheckpointError, match=r"tuning.adapter .* is now none") as caught:
             api.train(overrides={key: value for key, value in more.items() if key != "tuning.adapter"})
         # Following the hint works; a run of another kind would merge it.
         assert f"in a new run: --tuning.adapter {checkpoint} --model.path MODEL --output-dir" in str(caught.value)

@@ -153,8 +153,13 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
             # The order of validation sets counts, too: the first one decides.
             is_same = list(before.items()) == list(after.items())
         if not is_same:
-            lines.append(f"{prefix}{key} {before} is now {after}")
+            lines.append(f"{prefix}{key} {_value_text(before)} is now {_value_text(after)}")
     return lines
+
+
+def _value_text(value: Any) -> str:
+    """As on the command line, where a setting without a value is `none`."""
+    return "none" if value is None else str(value)
 
 
 def run_identity(config: Config, data: RunData) -> dict[str, Any]:
@@ -187,7 +192,7 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
         # Its fingerprint is compared instead, when it is opened.
         saved["model.path"] = current["model.path"]
     changes = [
-        f"{key} {saved.get(key)} is now {current[key]}" if key != "data" else DATA_CHANGED
+        f"{key} {_value_text(saved.get(key))} is now {_value_text(current[key])}" if key != "data" else DATA_CHANGED
         for key in current
         if saved.get(key) != current[key]
     ]
