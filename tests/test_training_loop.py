@@ -677,6 +677,35 @@ class TestConfigInPython:
 
 
 class TestFolder:
+    @pytest.mark.parametrize("method", ["full", "lora"])
+    def test_a_disk_that_is_too_small_for_the_checkpoints_is_noticed_at_the_start(
+        self, settings: Settings, base_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str], method: str,
+    ) -> None:  # fmt: skip
+        changes = {"model__path": str(base_run), "tuning__method": method, "training__max_steps": 1}
+        values = settings(**changes)
+        for key in ("depth", "width", "heads"):
+            del values[f"model.{key}"]
+
+        def warning(free: int, folder: str, **changes: Any) -> str:
+            usage = shutil.disk_usage(base_run)._replace(free=free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+            capsys.readouterr()
+            api.train(None, values | {"observe.console": "lines", "output_dir": str(tmp_path / folder)} | changes)
+            return "".join(re.findall(r"WARNING \| (a checkpoint takes .*)", capsys.readouterr().err))
+
+        text = warning(0, "a")
+        needed = re.match(r"a checkpoint takes about ([\d.]+) MiB, but output_dir .* has only 0.00 MiB free", text)
+        assert needed is not None
+        files = (tmp_path / "a/checkpoints/step-00000001").glob("*.safetensors")
+        size = sum(file.stat().st_size for file in files if file.name != "random.safetensors")
+        assert float(needed[1]) == pytest.approx(size / 2**20, rel=0.1)
+        assert warning(int(1.2 * size), "b") == ""
+        # Two are kept while the third one is written.
+        three = {"training.max_steps": 3, "checkpoint.every_steps": 1}
+        assert "MiB, and 3 of them have to fit, but" in warning(int(2.5 * size), "c", **three)
+        assert warning(int(3.5 * size), "d", **three) == ""
+
     def test_two_runs_cannot_share_a_folder(self, settings: Settings) -> None:
         overrides = settings()
 

@@ -219,6 +219,7 @@ def _train_once(
         run_folder.save_config(config, console)
     for line in _describe_run(run):
         console.info(line)
+    run_folder.warn_about_disk(run)
     with ExitStack() as stack:
         if config.observe.profile is not None and ctx.is_main:
             profiler = StepProfiler(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import traceback
@@ -25,7 +26,10 @@ from torchstone.config.schema import LORA_KEYS, OSFT_KEYS, Config
 from torchstone.data.loader import RunData
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.observe.console import Console
+from torchstone.optim.build import state_of
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
+from torchstone.training.memory import size_text
+from torchstone.training.run import Run
 
 LOGS = "logs"
 CPU = torch.device("cpu")
@@ -139,6 +143,28 @@ def save_config(config: Config, console: Console) -> None:
         write_json(path, to_dict(config))
     except OSError as error:
         console.warn(f"{path} could not be written: {error}")
+
+
+def warn_about_disk(run: Run) -> None:
+    """Warns on rank 0 if the checkpoints that the run will keep, and the one it writes, do not fit on the disk.
+
+    Their size is that of what is trained and its moments; stages of a pipeline count as equal.
+    """
+    if not run.ctx.is_main:
+        return
+    tensors = [(p, len(state_of(run.optimizer, p).moments)) for _, p in run.model.trained_parameters()]
+    size = run.ctx.dims.pp * sum(p.numel() * p.element_size() * (1 + moments) for p, moments in tensors)
+    schedule, keep_last = run.schedule, run.config.checkpoint.keep_last
+    limits = [] if keep_last is None else [keep_last + 1 - len(list_checkpoints(run.output_dir / CHECKPOINTS))]
+    limits += [] if schedule.total_steps is None else [schedule.count_left(schedule.checkpoint, run.progress)]
+    count, free = max(1, min(limits, default=1)), shutil.disk_usage(run.output_dir).free
+    if free < count * size:
+        several = f", and {count} of them have to fit" if count > 1 else ""
+        run.console.warn(
+            f"a checkpoint takes about {size_text(size)}{several}, but output_dir {run.output_dir} has only "
+            f"{size_text(free)} free: use another --output-dir"
+            + (" or a smaller --checkpoint.keep_last" if count > 1 else "")
+        )
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
