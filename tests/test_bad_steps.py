@@ -151,6 +151,12 @@ def test_the_report_names_the_first_bad_module(
     assert expected in str(caught.value)
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert f"{title} DETECTED [rank 0]\n" in log
+    # Of many bad gradients five are listed: the first bad module says more.
+    bad = int(re.findall(rf"Total layers with {title[:3]} gradients: (\d+)", log)[0])
+    assert log.count("(shape: torch.Size(") == min(5, bad)
+    assert (f"  • and {bad - 5} more\n" in log) == (bad > 5)
+    names = re.findall(r"Affected layers: \[(.*)\]", log)[0].split(", ")
+    assert (len(names), names[-1] == "...") == (min(6, bad), bad > 5)
     assert f"First bad module: {expected}" in log
     # The rows of the micro-batch, if it is known, else of the step.
     bad_rows = {"forward": [6], "backward": [5], "weight": [5, 6]}[where]
@@ -426,6 +432,14 @@ class TestDumps:
         code, out, err = torchstone("debug", "show", str(run / name))
         assert code == 0, err
         assert f"first bad module: {DOWN}: the gradient of its weight" in out
+        # Of the others only how large they are, unless all are finite, as the weights are.
+        lines, tensors = out.splitlines(), len(read_dump(run / name)["model" if name.endswith(".pt") else "gradients"])
+        if name.endswith(".pt"):
+            assert sum("mean |x|" in line for line in lines) == tensors
+        else:
+            assert [line.split()[0] for line in lines if " NaN, " in line] == [f"{DOWN}.weight"]
+            assert sum(re.match(rf"  {tensors - 1} finite: \|x\| up to \d", line) is not None for line in lines) == 1
+            assert not [line for line in lines if "mean |x|" in line]
         out = torchstone("debug", "show", str(run / name), "--json")[1]
         # JSON has no NaN.
         summary = json.loads(out, parse_constant=pytest.fail)

@@ -14,6 +14,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -37,6 +38,8 @@ BATCH_KEYS = ("ids", "labels", "positions", "doc_ids")
 HEADER_KEYS = ("step", "loss", "grad_norm", "rank", "layout", "bad_gradients", "first_bad_module", "rows", "omitted")
 # With a later one numpy writes arrays in another form.
 PICKLE_PROTOCOL = 4
+# Bad gradients that `dump_lines` names.
+MAX_SHOWN = 5
 
 
 class Shards(NamedTuple):
@@ -114,12 +117,14 @@ def summarize_dump(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump_lines(summary: dict[str, Any]) -> list[str]:
-    """The summary for people."""
+    """The summary for people: every tensor that is not finite; the others only if all are finite."""
+    bad_names, show_all = summary["bad_gradients"], not any(map(_is_bad, chain(*summary["tensors"].values())))
+    more = f" and {len(bad_names) - MAX_SHOWN} more" if len(bad_names) > MAX_SHOWN else ""
     lines = [
         f"step {summary['step']}, rank {summary['rank']} ({summary['layout']}): loss {summary['loss']}, "
         f"gradient norm {summary['grad_norm']}",
         f"first bad module: {summary['first_bad_module']}",
-        f"bad gradients: {', '.join(summary['bad_gradients']) or 'none'}",
+        f"bad gradients: {', '.join(bad_names[:MAX_SHOWN]) or 'none'}{more}",
         f"rows: {', '.join(f'{origin} ({length} tokens)' for origin, length in summary['rows'])}",
     ]
     if "batch" in summary:
@@ -127,19 +132,26 @@ def dump_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"micro-batches: {shapes}; {summary['loss_tokens']} loss tokens over all ranks")
     for kind, tensors in summary["tensors"].items():
         lines += ["", f"{kind}: {len(tensors)}, {sum(_is_bad(each) for each in tensors)} of them not finite"]
-        width = max((len(each["name"]) for each in tensors), default=0)
-        for each in sorted(tensors, key=lambda each: not _is_bad(each)):
-            size = "x".join(map(str, each["shape"])) or "1"
-            values = "no finite value"
-            if each["min"] is not None:
-                values = f"{each['min']:10.3e} to {each['max']:10.3e}, mean |x| {each['mean_abs']:.3e}"
-            bad = f"  {each['nan']} NaN, {each['inf']} Inf" if _is_bad(each) else ""
-            lines.append(f"  {each['name']:{width}}  {size:>13}  {values}{bad}")
+        shown = [each for each in tensors if show_all or _is_bad(each)]
+        width = max((len(each["name"]) for each in shown), default=0)
+        lines += [_tensor_line(each, width) for each in shown]
+        if len(shown) < len(tensors):
+            limits = [abs(each[key]) for each in tensors if not _is_bad(each) for key in ("min", "max") if each[key]]
+            lines.append(f"  {len(tensors) - len(shown)} finite: |x| up to {max(limits, default=0.0):.3e}")
     lines.append("")
     lines += [
         f"{kind} that are not in the file: {', '.join(names)}" for kind, names in summary["omitted"].items() if names
     ]
     return lines
+
+
+def _tensor_line(tensor: dict[str, Any], width: int) -> str:
+    size = "x".join(map(str, tensor["shape"])) or "1"
+    values = "no finite value"
+    if tensor["min"] is not None:
+        values = f"{tensor['min']:10.3e} to {tensor['max']:10.3e}, mean |x| {tensor['mean_abs']:.3e}"
+    bad = f"  {tensor['nan']} NaN, {tensor['inf']} Inf" if _is_bad(tensor) else ""
+    return f"  {tensor['name']:{width}}  {size:>13}  {values}{bad}"
 
 
 class _Array:

@@ -25,7 +25,8 @@ from torchstone.training.run import Run
 from torchstone.training.step import StepResult, describe_numbers, non_finite_gradients
 from torchstone.training.step_rows import Row, describe_rows, indices_of_step, rows_of_micro_batch, rows_of_step
 
-MAX_VALUES, MAX_TENSORS, MAX_NAMES = 5, 20, 50
+# A NaN makes nearly all gradients bad: what began it is the first bad module.
+MAX_VALUES, MAX_TENSORS, MAX_NAMES = 5, 5, 5
 # Elements that are counted at once: the flags of a whole gradient may not fit.
 CHUNK = 1 << 24
 WIDE, NARROW = "=" * 80, "=" * 40
