@@ -22,7 +22,7 @@ def check_finite(diagnosis: Diagnosis) -> Finding:
     if bad:
         folder = run.config.model.path
         return Finding(
-            "fail", f"{len(bad)} tensors have NaN or Inf", limit,
+            "fail", f"{len(bad)} of {len(tensors)} tensors have NaN or Inf", limit,
             f"the weights that are loaded are not finite: {', '.join(bad[:MAX_NAMES])}",
             f"model.path {folder}" if folder is not None else "model.init_std",
             "use an earlier checkpoint, or load the model again from where it came from", values,
