@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,9 +19,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import planted_bugs
@@ -38,6 +41,7 @@ from torchstone.diagnosis.checks import CHECKS
 from torchstone.diagnosis.report import DiagnosisReport, result_lines
 from torchstone.diagnosis.run_checks import run_checks
 from torchstone.diagnosis.session import Diagnosis, open_diagnosis
+from torchstone.models.decoder import MLP
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.testing import launch_procs
@@ -394,9 +398,14 @@ class TestTheCommand:
         code, out, _ = torchstone("diagnose", "--list")
         assert code == 0
         assert [line.split()[0] for line in out.splitlines()] == [check.name for check in CHECKS]
+        code, out, _ = torchstone("diagnose", "--list", "--json")
+        assert [check["group"] for check in json.loads(out)["checks"]] == [check.group for check in CHECKS]
         code, _, err = torchstone("diagnose", *key_flags(runs("chat")), "--only", "los")
         assert code == 2
-        assert "there is no check 'los'" in err
+        assert "there is no check 'los'\n  did you mean loss? " in err
+        code, out, _ = torchstone("diagnose", *key_flags(runs("chat")), "--only", "backward,dtypes", "--json")
+        names = [check["name"] for check in json.loads(out)["checks"]]
+        assert (code, names) == (0, ["dtypes", "gradients", "frozen", "reduction"])
 
     def test_a_run_that_exists_is_left_alone(self, runs: Settings, tmp_path: Path) -> None:
         overrides = runs("chat", **{"output_dir": str(tmp_path / "run"), "training.max_steps": 2})
@@ -408,7 +417,7 @@ class TestTheCommand:
 
 class TestTheLoopOverChecks:
     def results(self, runs: Settings, *functions: Callable[[Any], Finding]) -> DiagnosisReport:
-        checks = [Check(f"check {n}", "loss", "critical", "", "", f) for n, f in enumerate(functions)]
+        checks = [Check(f"check {n}", "step", "critical", "", "", f) for n, f in enumerate(functions)]
         config = load_config(overrides=runs("chat", **{"training.precision": "bf16"}))
         with open_diagnosis(config, Console("none"), CPU, SINGLE_PROCESS) as diagnosis:
             model = diagnosis.run.model
@@ -455,6 +464,7 @@ class TestTheLoopOverChecks:
         assert (report.verdict, report.error) == ("warn", None)
         assert report.to_dict()["exit_code"] == 0
         text = "\n".join(result_lines(report.results[0]))
+        assert report.next_steps == ["check 0: do this"]
         assert text.startswith("WARN  check 0             odd (limit 0)\n")
         assert "next                do this" in text
 
@@ -512,3 +522,27 @@ def diagnose_without_memory(overrides: dict[str, Any]) -> Report:
 
     original, reference.compute_logits = reference.compute_logits, compute_logits
     return diagnose(overrides, only=["batch", "loss", "gradients"])
+
+
+class TestFinite:
+    def test_weights_that_are_not_finite_are_named_and_nothing_else_is_blamed(
+        self, runs: Settings, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
+        folder = make_llama(tmp_path / "llama", tokenizer)
+        weights = load_file(folder / "model.safetensors")
+        name = "model.layers.1.mlp.down_proj.weight"
+        weights[name][3, 5] = math.nan
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        report = diagnose(runs("chat", **{"model.path": str(folder)}))
+        assert causes(report) == {"finite": f"the weights that are loaded are not finite: {name}"}
+        statuses = {check["status"] for check in report["checks"] if check["group"] not in ("data", "model")}
+        assert statuses == {"skip"}
+        json.dumps(report, allow_nan=False)
+
+    def test_the_first_bad_module_is_named(self, runs: Settings) -> None:
+        def overflow(mlp: MLP, hidden: Tensor) -> Tensor:
+            return mlp.down(mlp.up(hidden)) * math.inf
+
+        report = diagnose(runs("chat"), lambda: patch.object(MLP, "forward", overflow))
+        assert causes(report).keys() == {"finite"}
+        assert "the first module that is not finite is model.layers.0.mlp: its output" in causes(report)["finite"]

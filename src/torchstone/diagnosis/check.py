@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Status = Literal["pass", "warn", "fail", "skip"]
 # critical: what is trained is not what was asked for. major: it trains, but worse or on less. minor: worth a look.
 Severity = Literal["critical", "major", "minor"]
-Group = Literal["data", "loss", "gradients", "optimizer", "ranks", "model", "learning"]
+Group = Literal["data", "step", "backward", "optimizer", "ranks", "model", "learning"]
 
 
 @dataclass(frozen=True)

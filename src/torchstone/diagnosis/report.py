@@ -19,8 +19,8 @@ ERRORS: dict[Group, type[TorchstoneError]] = {"data": DataError, "model": Checkp
 WHERE_TO_LOOK: dict[Group, str] = {
     "data": "the data is not what you want to train on: look at it with torchstone inspect-data",
     "ranks": "the ranks do not divide the work as they should: check parallel.* and the data loader first",
-    "loss": "the loss is not what it should be: repair it first, because everything that is trained follows from it",
-    "gradients": "the loss is right but the update is not: look at the backward pass and at the reduction over ranks",
+    "step": "the loss is not what it should be: repair it first, because everything that is trained follows from it",
+    "backward": "the loss is right but the update is not: look at the backward pass and at the reduction over ranks",
     "optimizer": "the gradients are not applied as configured: look at optim.* and training.precision",
     "model": "what is computed or saved is not the model that you named: look at model.* and the checkpoint",
     "learning": "the model does not learn: check optim.learning_rate, what is trained (tuning.*), then the optimizer",
@@ -85,13 +85,15 @@ class DiagnosisReport:
 
     @property
     def next_steps(self) -> list[str]:
-        failed = self.with_status("fail")
+        failed, warned = self.with_status("fail"), self.with_status("warn")
         if not failed:
+            steps = [f"{each.check.name}: {each.finding.next_step}" for each in warned]
             if self.missing:
-                return [HOW_TO_COMPLETE]
+                return [*steps, HOW_TO_COMPLETE]
             if self.left_out:
-                return [f"these are only some of the checks: {len(self.left_out)} were not run"]
-            return [WHAT_REMAINS]
+                return [*steps, f"these are only some of the checks: {len(self.left_out)} were not run"]
+            is_critical = any(each.check.severity == "critical" for each in warned)
+            return steps if is_critical else [*steps, WHAT_REMAINS]
         groups = dict.fromkeys(result.check.group for result in failed)
         return [*(WHERE_TO_LOOK[group] for group in groups), *([COMPARE] if "learning" in groups else [])]
 
@@ -113,7 +115,7 @@ def result_lines(result: CheckResult) -> Iterator[str]:
     finding, check = result.finding, result.check
     if finding.status == "skip":
         return
-    limit = f" (limit {finding.limit})" if finding.limit else ""
+    limit = f" (limit {finding.limit})" if finding.limit and finding.status != "pass" else ""
     rank = f" on rank {result.rank}" if result.rank is not None else ""
     yield from _wrap(
         f"{finding.status.upper():<{LABEL_WIDTH}}{check.name:<{NAME_WIDTH}}{finding.measured}{limit}{rank}"

@@ -7,6 +7,8 @@ ranks exchange tensors does end it: the others wait for that rank until the time
 
 from __future__ import annotations
 
+import difflib
+import math
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -48,25 +50,22 @@ class CheckResult:
             "cause": finding.cause,
             "source": finding.source,
             "next_step": finding.next_step,
-            "values": finding.values,
+            # JSON has neither NaN nor infinity.
+            "values": {name: value if math.isfinite(value) else None for name, value in finding.values.items()},
             "rank": self.rank,
             "seconds": self.seconds,
         }
 
 
 def select_checks(checks: Sequence[Check], only: Collection[str]) -> list[Check]:
-    """Those named in `only`, or else all. A name that is none of a check's is that of a group."""
-    names = [check.name for check in checks]
-    groups = [group for group in dict.fromkeys(check.group for check in checks) if group not in names]
+    """Those named in `only`, by their own name or that of their group; or else all."""
+    known = [*(check.name for check in checks), *dict.fromkeys(check.group for check in checks)]
     for name in only:
-        if name not in names and name not in groups:
-            raise UsageError(
-                f"there is no check {name!r}",
-                f"the checks are {', '.join(names)}; groups of them are {', '.join(groups)}",
-            )
-    return [
-        check for check in checks if not only or check.name in only or (check.group in groups and check.group in only)
-    ]
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            suggestion = f"did you mean {close[0]}? " if close else ""
+            raise UsageError(f"there is no check {name!r}", f"{suggestion}torchstone diagnose --list has their names")
+    return [check for check in checks if not only or {check.name, check.group} & {*only}]
 
 
 def run_checks(
@@ -94,6 +93,8 @@ def run_checks(
 def run_check(diagnosis: Diagnosis, check: Check) -> Finding:
     """The finding of this rank."""
     try:
+        if check.group != "data":
+            diagnosis.require("finite")
         return check.function(diagnosis)
     except SkipCheck as reason:
         return Finding("skip", str(reason), is_missing=isinstance(reason, MissingCheck))
