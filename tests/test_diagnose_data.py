@@ -18,12 +18,15 @@ from torchstone.config.load import load_config
 from torchstone.data import loader
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoder
+from torchstone.data.loader import RunData
+from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
 from torchstone.data.template import TEMPLATES, ChatTemplate, RenderedConversation
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.diagnosis.check import Finding
 from torchstone.diagnosis.data_checks import DATA_CHECKS
+from torchstone.diagnosis.order_checks import check_data_order
 from torchstone.diagnosis.run_checks import run_checks
 from torchstone.diagnosis.sampled_rows import sample_rows
 from torchstone.diagnosis.session import Diagnosis
@@ -131,7 +134,15 @@ def assert_healthy(run: Run, *names: str) -> None:
     """All checks pass, and those of `names` are among them."""
     findings = diagnose(run)
     assert {name: finding for name, finding in findings.items() if finding.status != "pass"} == {}
-    assert {"label_shift", "padding", "loss_tokens", "id_range", "dropped_rows", *names} <= findings.keys()
+    assert {
+        "label_shift",
+        "padding",
+        "loss_tokens",
+        "data_order",
+        "id_range",
+        "dropped_rows",
+        *names,
+    } <= findings.keys()
 
 
 def assert_fault(run: Run, name: str, status: str, *causes: str, source: str = "") -> Finding:
@@ -362,6 +373,66 @@ class TestBatches:
             row["labels"] = [-100] * len(row["labels"])
         run = build(rows, training__global_batch_size=24)
         assert_fault(run, "loss_tokens", status, "nothing is learned from them", source="rows.jsonl:4")
+
+
+class TestOrder:
+    @pytest.mark.parametrize(
+        ("change", "cause"),
+        [
+            (lambda self, at, size: self.at(at % size), "every epoch has the same order"),
+            (lambda self, at, size: np.random.default_rng(0).integers(0, size, 9999)[at], "draws some of them again"),
+            (lambda self, at, size: self.at(at) // 2, "12 of 24 samples are never drawn"),
+            (lambda self, at, size: self.at(at) + (at > 20), "sample 24 is drawn, but there are 24"),
+        ],
+        ids=["same order", "replacement", "half", "outside"],
+    )
+    def test_an_epoch_that_is_no_new_permutation_is_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, change: Any, cause: str
+    ) -> None:
+        run, sampler = build(conversations()), RunData.sampler
+
+        def changed(data: RunData, *arguments: Any) -> Sampler:
+            original = sampler(data, *arguments)
+            wrong = InfiniteSampler(original.size, consumed_samples=original.consumed_samples)
+            monkeypatch.setattr(wrong, "at", lambda at: change(original, at, original.size))
+            return wrong
+
+        monkeypatch.setattr(RunData, "sampler", changed)
+        finding = check_data_order(Diagnosis(run))
+        assert finding.status == "fail"
+        assert cause in str(finding.cause)
+
+    @pytest.mark.parametrize(("offset", "cause"), [(8, "leaves out 8 samples"), (-1, "repeats 1 samples")])
+    @pytest.mark.parametrize("size", [300, 1_000_000])
+    def test_a_resumed_run_that_goes_on_elsewhere_is_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, offset: int, cause: str, size: int
+    ) -> None:
+        run = build(conversations())
+
+        def sampler(data: RunData, seed: int, shuffle: bool, consumed: int = 0) -> Sampler:
+            return InfiniteSampler(size, seed, shuffle, consumed + offset * (consumed > 0))
+
+        monkeypatch.setattr(RunData, "sampler", sampler)
+        monkeypatch.setattr(run.data, "train", range(size))
+        finding = check_data_order(Diagnosis(run))
+        assert finding.status == "fail"
+        assert cause in str(finding.cause)
+
+    def test_weights_that_are_not_used_are_found(
+        self, build: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        paths = [write_rows(tmp_path / f"{n}.jsonl", conversations(2 * NUM_ROWS)[n::2]) for n in range(2)]
+        run = build(paths[0], data__path=",".join(map(str, paths)), data__weights="3,1")
+        assert_healthy(run, "data_order")
+        monkeypatch.setattr(
+            RunData,
+            "sampler",
+            lambda data, seed, shuffle, consumed=0: MixedSampler([24, 24], [1, 1], seed, shuffle, consumed),
+        )
+        assert_fault(run, "data_order", "fail", "source 1 has 50.0% of the samples, but its share", "is 75.0%")
+
+    def test_data_that_are_not_shuffled_pass(self, build: Callable[..., Run]) -> None:
+        assert_healthy(build(conversations(), data__shuffle=False), "data_order")
 
 
 class TestMasks:
