@@ -238,8 +238,10 @@ def test_a_run_with_skipped_batches_is_as_long_and_has_the_same_learning_rates(
 
 def test_too_many_bad_batches_in_a_row_end_the_run(settings: Settings, tmp_path: Path) -> None:
     values = plain(settings, tmp_path, range(20), debug__on_nan="skip", debug__max_bad_steps=2)
+    plant = Plant("weight", 2, 4, 6, 7, 8)
     with pytest.raises(NumericalError, match=r"more than 2 bad batches in a row \(debug.max_bad_steps\)") as caught:
-        api.train(None, values, callbacks=[Plant("weight", 2, 4, 6, 7, 8)])
+        api.train(None, values, callbacks=[plant])
+    assert plant.attempts == 8
     # Three steps are looked into.
     assert "not repeated to find the cause, as 3 steps were" in str(caught.value)
     assert len(list((tmp_path / "run").glob("nan_grad_step_*.pt"))) == 3

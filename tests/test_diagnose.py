@@ -6,18 +6,25 @@ runs every bug against all checks, and every family as full fine-tuning, LoRA an
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import planted_bugs
 from planted_bugs import Bug
@@ -28,14 +35,17 @@ from torchstone import api
 from torchstone.config import load_config
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows
+from torchstone.diagnosis import reference
 from torchstone.diagnosis.check import Check, Finding, SkipCheck
 from torchstone.diagnosis.checks import CHECKS
 from torchstone.diagnosis.report import DiagnosisReport, result_lines
 from torchstone.diagnosis.run_checks import run_checks
-from torchstone.diagnosis.session import open_diagnosis
+from torchstone.diagnosis.session import Diagnosis, open_diagnosis
+from torchstone.models.decoder import MLP
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.testing import launch_procs
+from torchstone.training.run import Run
 
 Settings = Callable[..., dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -388,9 +398,14 @@ class TestTheCommand:
         code, out, _ = torchstone("diagnose", "--list")
         assert code == 0
         assert [line.split()[0] for line in out.splitlines()] == [check.name for check in CHECKS]
+        code, out, _ = torchstone("diagnose", "--list", "--json")
+        assert [check["group"] for check in json.loads(out)["checks"]] == [check.group for check in CHECKS]
         code, _, err = torchstone("diagnose", *key_flags(runs("chat")), "--only", "los")
         assert code == 2
-        assert "there is no check 'los'" in err
+        assert "there is no check 'los'\n  did you mean loss? " in err
+        code, out, _ = torchstone("diagnose", *key_flags(runs("chat")), "--only", "backward,dtypes", "--json")
+        names = [check["name"] for check in json.loads(out)["checks"]]
+        assert (code, names) == (0, ["dtypes", "gradients", "frozen", "reduction"])
 
     def test_a_run_that_exists_is_left_alone(self, runs: Settings, tmp_path: Path) -> None:
         overrides = runs("chat", **{"output_dir": str(tmp_path / "run"), "training.max_steps": 2})
@@ -402,7 +417,7 @@ class TestTheCommand:
 
 class TestTheLoopOverChecks:
     def results(self, runs: Settings, *functions: Callable[[Any], Finding]) -> DiagnosisReport:
-        checks = [Check(f"check {n}", "loss", "critical", "", "", f) for n, f in enumerate(functions)]
+        checks = [Check(f"check {n}", "step", "critical", "", "", f) for n, f in enumerate(functions)]
         config = load_config(overrides=runs("chat", **{"training.precision": "bf16"}))
         with open_diagnosis(config, Console("none"), CPU, SINGLE_PROCESS) as diagnosis:
             model = diagnosis.run.model
@@ -430,7 +445,7 @@ class TestTheLoopOverChecks:
         assert first.cause == "ZeroDivisionError: by zero"
         assert str(first.source).startswith(__file__)
         assert report.to_dict()["checks"][3]["values"] == {"x": 0.1}
-        assert report.summary == "1 of 2 checks failed: check 0"
+        assert report.summary == "1 of 2 checks failed: check 0; 1 could not run: check 1"
 
     def test_trials_leave_the_model_as_it_was(self, runs: Settings) -> None:
         by_name = {check.name: check.function for check in CHECKS}
@@ -449,5 +464,85 @@ class TestTheLoopOverChecks:
         assert (report.verdict, report.error) == ("warn", None)
         assert report.to_dict()["exit_code"] == 0
         text = "\n".join(result_lines(report.results[0]))
+        assert report.next_steps == ["check 0: do this"]
         assert text.startswith("WARN  check 0             odd (limit 0)\n")
         assert "next                do this" in text
+
+
+class TestMemory:
+    """Models in fp32 beside that of the run: where there is no room for two of them, or for one."""
+
+    @pytest.mark.parametrize("changes", [{"training.precision": "bf16"}, {"tuning.method": "lora"}])
+    def test_with_room_for_one_nothing_is_missing(
+        self, runs: Settings, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    ) -> None:
+        self.limit(monkeypatch, 1)
+        report = diagnose(runs("chat", **changes))
+        assert [check["name"] for check in report["checks"] if check["is_missing"]] == []
+        assert report["verdict"] == "pass"
+
+    def test_without_room_the_verdict_says_what_is_missing(
+        self, runs: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.limit(monkeypatch, 0)
+        report = diagnose(runs("chat", **{"training.precision": "bf16"}), planted_bugs.mean_per_micro_batch)
+        missing = [check["name"] for check in report["checks"] if check["is_missing"]]
+        assert {"loss", "gradients", "transformers"} <= set(missing)
+        assert not {"learning_rate", "one_sample", "small_batch", "schedule"} & set(missing)
+        assert (report["verdict"], report["exit_code"]) == ("incomplete", 0)
+        assert f"{len(missing)} could not run: " in report["summary"]
+        assert "where there is memory for it" in report["next_steps"][0]
+
+    def limit(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        alive, build = weakref.WeakSet[Any](), Diagnosis._try_to_build
+
+        def try_to_build(self: Diagnosis, *args: Any) -> tuple[Run | None, str | None]:
+            gc.collect()
+            if len(alive) >= room:
+                return None, "no room"
+            run, reason = build(self, *args)
+            assert run is not None
+            alive.add(run.model.module)
+            return run, reason
+
+        monkeypatch.setattr(Diagnosis, "_try_to_build", try_to_build)
+
+    def test_a_rank_alone_that_is_out_of_memory(self, runs: Settings) -> None:
+        reports = launch_procs(diagnose_without_memory, 2, runs("chat"), backend=None, timeout=60.0)
+        for report in reports:
+            assert [check["is_missing"] for check in report["checks"]] == [False, True, True]
+            assert report["verdict"] == "incomplete"
+
+
+def diagnose_without_memory(overrides: dict[str, Any]) -> Report:
+    def compute_logits(*args: Any) -> Tensor:
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return original(*args)
+
+    original, reference.compute_logits = reference.compute_logits, compute_logits
+    return diagnose(overrides, only=["batch", "loss", "gradients"])
+
+
+class TestFinite:
+    def test_weights_that_are_not_finite_are_named_and_nothing_else_is_blamed(
+        self, runs: Settings, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
+        folder = make_llama(tmp_path / "llama", tokenizer)
+        weights = load_file(folder / "model.safetensors")
+        name = "model.layers.1.mlp.down_proj.weight"
+        weights[name][3, 5] = math.nan
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        report = diagnose(runs("chat", **{"model.path": str(folder)}))
+        assert causes(report) == {"finite": f"the weights that are loaded are not finite: {name}"}
+        statuses = {check["status"] for check in report["checks"] if check["group"] not in ("data", "model")}
+        assert statuses == {"skip"}
+        json.dumps(report, allow_nan=False)
+
+    def test_the_first_bad_module_is_named(self, runs: Settings) -> None:
+        def overflow(mlp: MLP, hidden: Tensor) -> Tensor:
+            return mlp.down(mlp.up(hidden)) * math.inf
+
+        report = diagnose(runs("chat"), lambda: patch.object(MLP, "forward", overflow))
+        assert causes(report).keys() == {"finite"}
+        assert "the first module that is not finite is model.layers.0.mlp: its output" in causes(report)["finite"]

@@ -627,7 +627,7 @@ def diagnose(
 ) -> dict[str, Any]:
     """Checks whether a run of this config would train right: its model, data and layout. Leaves no trace.
 
-    Returns the `verdict` (pass, warn, fail; skip if nothing was checked), `next_steps`, and the `checks` with what each
+    Returns the `verdict` (pass, warn, fail, incomplete, skip), `next_steps`, and the `checks` with what each
     measured (docs/diagnose.md). `full` checks whole steps of the run; `only` names the checks to run. With several
     processes, all of them call it.
     """

@@ -566,11 +566,15 @@ class Commands:
             as_json: Print unrounded JSON only.
         """
         if list_checks:
-            from torchstone.diagnosis.checks import CHECKS
-
-            for check in CHECKS:
-                _print_line(f"{check.name:<20}{check.group:<11}{check.severity:<10}{check.title}")
+            _print_checks(as_json)
             return
+        names = [name.strip() for name in only.split(",") if name.strip()]
+        if names:
+            from torchstone.diagnosis.checks import CHECKS
+            from torchstone.diagnosis.run_checks import select_checks
+
+            # Before other processes are started.
+            select_checks(CHECKS, names)
         resolved = self._resolve(config, preset)
         plan = plan_launch(options, resolved.system, os.environ)
         flags = [*(["--full"] if full else []), *([f"--only={only}"] if only else []), *(["--json"] if as_json else [])]
@@ -589,7 +593,6 @@ class Commands:
                     _print_line(line)
                 sys.stdout.flush()
 
-        names = [name.strip() for name in only.split(",") if name.strip()]
         report = api.diagnose_with_config(
             resolved, full, names, lambda result: print_lines(result_lines(result)), quiet=as_json
         )
@@ -963,6 +966,17 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
         return
     for key, value in result.items():
         _print_line(f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}")
+
+
+def _print_checks(as_json: bool) -> None:
+    from torchstone.diagnosis.checks import CHECKS
+
+    keys = ("name", "group", "severity", "title", "meaning")
+    if as_json:
+        _print_json({"checks": [{key: getattr(check, key) for key in keys} for check in CHECKS]})
+        return
+    for check in CHECKS:
+        _print_line(f"{check.name:<20}{check.group:<11}{check.severity:<10}{check.title}")
 
 
 def _print_line(text: str) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Status = Literal["pass", "warn", "fail", "skip"]
 # critical: what is trained is not what was asked for. major: it trains, but worse or on less. minor: worth a look.
 Severity = Literal["critical", "major", "minor"]
-Group = Literal["data", "loss", "gradients", "optimizer", "ranks", "model", "learning"]
+Group = Literal["data", "step", "backward", "optimizer", "ranks", "model", "learning"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Finding:
     source: str | None = None
     next_step: str | None = None
     values: dict[str, float] = field(default_factory=dict)
+    # Of a skipped check: it applies to the run, but there is no memory for it.
+    is_missing: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,7 @@ class Check:
 
 class SkipCheck(Exception):
     """A check that does not apply to this run, and why."""
+
+
+class MissingCheck(SkipCheck):
+    """A check that applies, but that cannot be run for lack of memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchstone.diagnosis.check import Check
 from torchstone.diagnosis.data_checks import DATA_CHECKS
+from torchstone.diagnosis.finite_check import check_finite
 from torchstone.diagnosis.gradient_checks import check_frozen, check_gradients, check_reduction, check_replicas
 from torchstone.diagnosis.kernel_checks import check_attention_kernel, check_fused_loss, check_mixed_precision
 from torchstone.diagnosis.learning_checks import check_learning_rate, check_one_sample, check_small_batch
@@ -18,11 +19,18 @@ from torchstone.diagnosis.optimizer_checks import (
 from torchstone.diagnosis.rank_checks import check_random_numbers
 from torchstone.diagnosis.split_checks import check_accumulation, check_last_step, check_packing, check_world_size
 from torchstone.diagnosis.transformers_check import check_transformers
+from torchstone.diagnosis.update_check import check_update
 
 CHECKS: tuple[Check, ...] = (
     *DATA_CHECKS,
     Check(
-        "batch", "loss", "critical",
+        "finite", "model", "critical",
+        "weights, loss and gradients are finite",
+        "Nothing can be trained from NaN.",
+        check_finite,
+    ),
+    Check(
+        "batch", "step", "critical",
         "every document of a step is in one micro-batch of one rank, with its labels shifted once",
         "The model is trained on other data than the sampler drew: samples are lost, repeated or mislabelled.",
         check_contents,
@@ -34,7 +42,7 @@ CHECKS: tuple[Check, ...] = (
         check_transformers,
     ),
     Check(
-        "loss", "loss", "critical",
+        "loss", "step", "critical",
         "the loss of a step is the sum of its token losses divided by its loss tokens",
         "Some tokens count more than others, so something else is optimized than you think.",
         check_loss,
@@ -46,7 +54,7 @@ CHECKS: tuple[Check, ...] = (
         check_documents,
     ),
     Check(
-        "fused_loss", "loss", "critical",
+        "fused_loss", "step", "critical",
         "the chunked loss, and Liger's if it is used, are the cross-entropy of the logits",
         "A fast loss trains something else.",
         check_fused_loss,
@@ -58,19 +66,19 @@ CHECKS: tuple[Check, ...] = (
         check_dtypes,
     ),
     Check(
-        "gradients", "gradients", "critical",
+        "gradients", "backward", "critical",
         "the gradients are those of the loss, in every tensor, and so is their norm",
         "Updates go elsewhere than downhill.",
         check_gradients,
     ),
     Check(
-        "frozen", "gradients", "critical",
+        "frozen", "backward", "critical",
         "everything that should be trained gets a gradient",
         "A part of the model stays as it was.",
         check_frozen,
     ),
     Check(
-        "reduction", "gradients", "major",
+        "reduction", "backward", "major",
         "gradients are summed in fp32 over micro-steps and ranks",
         "Small gradients are lost beside large ones.",
         check_reduction,
@@ -82,25 +90,25 @@ CHECKS: tuple[Check, ...] = (
         check_replicas,
     ),
     Check(
-        "packing", "loss", "critical",
+        "packing", "step", "critical",
         "documents have the same loss and gradients packed in one row and in rows of their own",
         "Packing changes what is learned.",
         check_packing,
     ),
     Check(
-        "accumulation", "loss", "critical",
+        "accumulation", "step", "critical",
         "the number of micro-steps changes neither loss nor gradients",
         "The same settings train differently on a device with another memory.",
         check_accumulation,
     ),
     Check(
-        "world_size", "loss", "critical",
+        "world_size", "step", "critical",
         "the number of ranks changes neither loss nor gradients",
         "The same settings train differently on another number of devices.",
         check_world_size,
     ),
     Check(
-        "last_step", "loss", "major",
+        "last_step", "step", "major",
         "the last, partial step of an epoch has all remaining samples, and their loss",
         "Samples at the end of an epoch are lost, or count more or less than others.",
         check_last_step,
@@ -118,7 +126,7 @@ CHECKS: tuple[Check, ...] = (
         check_attention_kernel,
     ),
     Check(
-        "mixed_precision", "loss", "major",
+        "mixed_precision", "step", "major",
         "loss and gradients in the precision of the run are near those in fp32",
         "Rounding, or a kernel, changes what is learned.",
         check_mixed_precision,
@@ -128,6 +136,12 @@ CHECKS: tuple[Check, ...] = (
         "ranks with different rows draw different random numbers, ranks with the same rows the same",
         "Dropout is weaker than configured, or differs within one model.",
         check_random_numbers,
+    ),
+    Check(
+        "update", "optimizer", "critical",
+        "an update is what AdamW makes of the clipped gradients",
+        "Weights go elsewhere than the settings of the optimizer say.",
+        check_update,
     ),
     Check(
         "weight_decay", "optimizer", "major",

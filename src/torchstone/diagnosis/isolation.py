@@ -88,8 +88,7 @@ def _change(value: float, expected: float) -> float:
 
 def short_documents(diagnosis: Diagnosis) -> list[Document]:
     """A few documents of the checked step with labels, cut to a row together."""
-    exact = diagnosis.exact
-    room = min(PACKED_TOKENS, exact.config.data.context_length // PACKED_DOCUMENTS)
+    room = min(PACKED_TOKENS, diagnosis.config.data.context_length // PACKED_DOCUMENTS)
     candidates = [
         document._replace(ids=document.ids[:room], labels=document.labels[:room])
         for document in diagnosis.documents

@@ -155,7 +155,7 @@ def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
     diagnosis.require("batch", "loss")
     data = small_data(diagnosis, goal.samples)
     targets = np.concatenate([each.shifted(1) for each in step_documents(data, range(len(data.train)))])
-    lowest = lowest_loss(diagnosis.plain.model, targets[targets >= 0])
+    lowest = lowest_loss(diagnosis, targets[targets >= 0])
     goal = replace(goal, lowest=lowest or 0.0)
     recorder = LossRecorder(goal, math.inf if diagnosis.is_full else MAX_SECONDS)
     losses, rate, is_late = list[float](), 0.0, False

@@ -14,20 +14,25 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from torchstone.models.model import Model, NativeModel
+from torchstone.diagnosis.session import Diagnosis
+from torchstone.models.decoder import HEAD
+from torchstone.models.model import NativeModel
 
 STEPS, LEARNING_RATE = 100, 0.1
 
 
-def lowest_loss(model: Model, targets: Sequence[int] | np.ndarray) -> float | None:
-    """The lowest mean loss of these targets by the head of an unsharded model; 0 if nothing limits it, None if unknown.
+def lowest_loss(diagnosis: Diagnosis, targets: Sequence[int] | np.ndarray) -> float | None:
+    """The lowest mean loss of these targets by the head of the model; 0 if nothing limits it, None if unknown.
 
     The frozen head gets the best hidden states, found by gradient descent."""
+    model = diagnosis.run.model
     if not isinstance(model, NativeModel):
         return None if model.tuning is not None else 0.0
-    decoder, softcap = model.module, model.module.config.logit_softcap
-    if decoder.head.weight.requires_grad:
+    if model.tuning is None or model.tuning.is_trained(HEAD):
+        softcap = model.decoder_config.logit_softcap
         return 0.0 if softcap is None else math.log1p((model.vocab_size - 1) * math.exp(-2 * softcap))
+    # An unsharded one.
+    decoder = diagnosis.plain.model.module
     labels = torch.as_tensor(np.asarray(targets, dtype=np.int64), device=decoder.head.weight.device)
     # The row of a target in the head is near the best hidden state.
     hidden_ND = decoder.head.weight.detach()[labels].float().clone().requires_grad_()

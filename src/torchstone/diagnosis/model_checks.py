@@ -33,7 +33,7 @@ MAX_SAVED_BYTES = 4 * 2**30
 def check_evaluation(diagnosis: Diagnosis) -> Finding:
     """Validation as the training loop calls it, in the middle of training."""
     diagnosis.require("batch")
-    exact, right = diagnosis.exact, diagnosis.loss_sums.loss
+    right, exact = diagnosis.loss_sums.loss, diagnosis.exact
     exact.model.train()
     losses = [validation_loss(exact.runner, [diagnosis.batch(exact)])[0] for _ in range(2)]
     repeat, error = relative(losses[1], losses[0]), relative(losses[0], right)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ from torchstone.diagnosis.restore import restored
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
 from torchstone.optim.clip import to_local
+from torchstone.optim.schedule import lr_at_step
 from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run
 from torchstone.training.step import compute_gradients
@@ -32,10 +35,11 @@ COMPUTE_DTYPES = dict.fromkeys(STATE_DTYPES, torch.bfloat16) | {"fp32": torch.fl
 # Below it even fp32 rounds updates away.
 MIN_LEARNING_RATE = 1e-6
 # The share of a weight that one step of the weight-decay check takes.
-DECAY = 0.5
+DECAY, DECAY_LIMIT = 0.5, 0.02
 SCHEDULE_LIMIT = 1e-6
 # Steps that are really trained at each point of the schedule.
 SCHEDULE_STEPS, ENDLESS_STEPS = 2, 40
+MAX_ASKED = 10_000
 # Of the elements with a gradient: a warning if a larger share of updates is lost to rounding; above the second number
 # hardly anything is trained.
 SWALLOWED_LIMITS, MOST_SWALLOWED = {torch.float32: 0.01, torch.bfloat16: 0.5}, 0.99
@@ -75,11 +79,11 @@ def _dtypes_of_a_step(diagnosis: Diagnosis) -> dict[str, dict[str, torch.dtype]]
     modules = {f"layers.{block.attention.layer_idx}": block for block in blocks(run)}
     if isinstance(run.model, FallbackModel):
         modules = {"the embedding": run.model.module.hf.get_input_embeddings()}
-    hooks = [
-        module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output.dtype}))
-        for name, module in modules.items()
-    ]
-    with restored(run):
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            hook = module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output.dtype}))
+            stack.callback(hook.remove)
+        stack.enter_context(restored(run))
         run.model.train()
         run.optimizer.reset_state()
         result = compute_gradients(run.runner, diagnosis.batch(run), 1)
@@ -91,8 +95,6 @@ def _dtypes_of_a_step(diagnosis: Diagnosis) -> dict[str, dict[str, torch.dtype]]
             gradients,
             {name: tensor.dtype for name, tensor in _moments(run)},
         ]
-    for hook in hooks:
-        hook.remove()
     return {"computation": outputs} | dict(zip(STATES, states, strict=True))
 
 
@@ -118,8 +120,9 @@ def check_weight_decay(diagnosis: Diagnosis) -> Finding:
             return Finding("pass", text, "0", values={"groups": 0.0})
         return Finding("fail", text, "0", "weights decay, and should not", "optim/build.py", "see optim.weight_decay")
     kinds, kept = parameter_kinds(run), _decay_once(run, optim)
+    expected = {name: 1.0 if kinds[name] in optim.no_decay else 1 - DECAY for name in kept}
     decays = {name: ratio < 1 - DECAY / 2 for name, ratio in kept.items()}
-    own = {name: kinds[name] for name, decay in decays.items() if decay == (kinds[name] in optim.no_decay)}
+    own = {name: kinds[name] for name, ratio in kept.items() if abs(ratio - expected[name]) > DECAY_LIMIT}
     wrong = {name: kind for ranks in run.ctx.all_gather_object(own) for name, kind in ranks.items()}
     values = {"tensors": float(len(kept)), "decaying": float(sum(decays.values())), "wrong": float(len(wrong))}
     limit = f"all but {', '.join(optim.no_decay) or 'none'}"
@@ -194,11 +197,15 @@ def check_schedule(diagnosis: Diagnosis) -> Finding:
             train_loop(trial, [recorder])
         seen += recorder.rates
         micro_steps = max(micro_steps, recorder.micro_steps)
+    trained = len({step for step, _ in seen})
+    # The others are only asked for.
+    others = np.unique(np.linspace(0, end - 1, MAX_ASKED, dtype=np.int64)).tolist()
+    seen += [(step, lr_at_step(step, total, optim)) for step in others]
     expected = {step: learning_rate(optim, step, total) for step, _ in seen}
     wrong = {step: rate for step, rate in seen if abs(rate - expected[step]) > SCHEDULE_LIMIT * optim.learning_rate}
-    steps = len(expected)
-    text = f"{steps} steps of {total or 'an endless run'} have the learning rates of {optim.schedule}"
-    values = {"steps": float(steps), "wrong": float(len(wrong)), "micro_steps": float(micro_steps)}
+    steps = f"{len(expected)} steps of {total or 'an endless run'}"
+    text = f"{steps} have the learning rates of {optim.schedule}, {trained} of them in the training loop"
+    values = {"steps": float(len(expected)), "wrong": float(len(wrong)), "micro_steps": float(micro_steps)}
     if not wrong:
         return Finding("pass", text, f"{SCHEDULE_LIMIT:g}", values=values)
     step, rate = next(iter(wrong.items()))

@@ -9,7 +9,7 @@ Each rank computes every n-th document, and the results are summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,13 +53,16 @@ class Reference:
     def losses(self, documents: Sequence[Document]) -> LossSums:
         sums = torch.zeros(len(VARIANTS), len(documents), dtype=torch.float64)
         counts = torch.zeros_like(sums)
-        for number in range(self.ctx.rank, len(documents), self.ctx.world_size):
+
+        def compute(number: int) -> None:
             document = documents[number]
             logits_TV = compute_logits(self.module, document.ids, self.device)
             for variant, name in enumerate(VARIANTS):
                 labels = target_labels(document, name, self.pad_id)
                 sums[variant, number] = loss_sum(logits_TV, labels)
                 counts[variant, number] = int((labels != NO_LABEL).sum())
+
+        self._share(len(documents), compute)
         both = self.ctx.all_reduce_sum(torch.stack([sums, counts])).numpy()
         return LossSums(*(dict(zip(VARIANTS, values, strict=True)) for values in both))
 
@@ -68,11 +71,14 @@ class Reference:
     ) -> dict[str, Tensor]:
         """The gradients of the sum over documents of weight x loss sum, by the name of the unfused parameter."""
         trained = dict(self.model.trained_parameters())
-        for number in range(self.ctx.rank, len(documents), self.ctx.world_size):
+
+        def compute(number: int) -> None:
             labels = target_labels(documents[number], variant, self.pad_id)
             if weights[number] and (labels != NO_LABEL).any():
                 loss = loss_sum(compute_logits(self.module, documents[number].ids, self.device), labels)
                 (loss * float(weights[number])).backward()
+
+        self._share(len(documents), compute)
         gradients = {}
         for name, parameter in trained.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -81,6 +87,16 @@ class Reference:
                 dist.all_reduce(gradient)
             gradients[name] = gradient.cpu()
         return gradients
+
+    def _share(self, number: int, compute: Callable[[int], None]) -> None:
+        """Calls `compute` for this rank's documents; an error of one rank, such as no memory, is raised on all."""
+        error = None
+        try:
+            for each in range(self.ctx.rank, number, self.ctx.world_size):
+                compute(each)
+        except Exception as failure:
+            error = failure
+        self.ctx.raise_on_all_ranks(error)
 
 
 def compute_logits(module: nn.Module, ids: np.ndarray, device: torch.device) -> Tensor:

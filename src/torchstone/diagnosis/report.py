@@ -19,8 +19,8 @@ ERRORS: dict[Group, type[TorchstoneError]] = {"data": DataError, "model": Checkp
 WHERE_TO_LOOK: dict[Group, str] = {
     "data": "the data is not what you want to train on: look at it with torchstone inspect-data",
     "ranks": "the ranks do not divide the work as they should: check parallel.* and the data loader first",
-    "loss": "the loss is not what it should be: repair it first, because everything that is trained follows from it",
-    "gradients": "the loss is right but the update is not: look at the backward pass and at the reduction over ranks",
+    "step": "the loss is not what it should be: repair it first, because everything that is trained follows from it",
+    "backward": "the loss is right but the update is not: look at the backward pass and at the reduction over ranks",
     "optimizer": "the gradients are not applied as configured: look at optim.* and training.precision",
     "model": "what is computed or saved is not the model that you named: look at model.* and the checkpoint",
     "learning": "the model does not learn: check optim.learning_rate, what is trained (tuning.*), then the optimizer",
@@ -28,6 +28,10 @@ WHERE_TO_LOOK: dict[Group, str] = {
 WHAT_REMAINS = (
     "the mechanics of training are right. If results still disappoint, look at the hyperparameters (learning rate, "
     "batch size), at the data and its loss mask (torchstone inspect-data), and at how the model starts"
+)
+HOW_TO_COMPLETE = (
+    "run what is missing where there is memory for it: on more or larger GPUs, or with a smaller model of the same "
+    "kind (--model.depth 2 without model.path)"
 )
 COMPARE = "if other code trains on the same data and settings, compare its losses step by step (metrics.jsonl)"
 LABEL_WIDTH, NAME_WIDTH = 6, 20
@@ -47,9 +51,15 @@ class DiagnosisReport:
         return sorted(results, key=lambda result: SEVERITIES.index(result.check.severity))
 
     @property
+    def missing(self) -> list[str]:
+        """Checks that apply to this run, but for which there was no memory."""
+        return [result.check.name for result in self.results if result.finding.is_missing]
+
+    @property
     def verdict(self) -> str:
-        statuses = ("fail", "warn", "pass")
-        return next((status for status in statuses if self.with_status(status)), "skip")
+        if self.missing and not self.with_status("fail"):
+            return "incomplete"
+        return next((status for status in ("fail", "warn", "pass") if self.with_status(status)), "skip")
 
     @property
     def error(self) -> TorchstoneError | None:
@@ -65,19 +75,25 @@ class DiagnosisReport:
         failed, warned = self.with_status("fail"), self.with_status("warn")
         names = ", ".join(result.check.name for result in failed or warned)
         ran = len([result for result in self.results if result.finding.status != "skip"])
+        missing = f"; {len(self.missing)} could not run: {', '.join(self.missing)}" if self.missing else ""
         if failed:
-            return f"{len(failed)} of {ran} checks failed: {names}"
+            return f"{len(failed)} of {ran} checks failed: {names}{missing}"
         if not ran:
-            return "nothing was checked: every check was skipped"
-        return f"{ran} of {ran} checks passed" + (f", {len(warned)} with a warning: {names}" if warned else "")
+            return f"nothing was checked: every check was skipped{missing}"
+        warnings = f", {len(warned)} with a warning: {names}" if warned else ""
+        return f"{ran} of {ran} checks passed{warnings}{missing}"
 
     @property
     def next_steps(self) -> list[str]:
-        failed = self.with_status("fail")
+        failed, warned = self.with_status("fail"), self.with_status("warn")
         if not failed:
+            steps = [f"{each.check.name}: {each.finding.next_step}" for each in warned]
+            if self.missing:
+                return [*steps, HOW_TO_COMPLETE]
             if self.left_out:
-                return [f"these are only some of the checks: {len(self.left_out)} were not run"]
-            return [WHAT_REMAINS]
+                return [*steps, f"these are only some of the checks: {len(self.left_out)} were not run"]
+            is_critical = any(each.check.severity == "critical" for each in warned)
+            return steps if is_critical else [*steps, WHAT_REMAINS]
         groups = dict.fromkeys(result.check.group for result in failed)
         return [*(WHERE_TO_LOOK[group] for group in groups), *([COMPARE] if "learning" in groups else [])]
 
@@ -99,7 +115,7 @@ def result_lines(result: CheckResult) -> Iterator[str]:
     finding, check = result.finding, result.check
     if finding.status == "skip":
         return
-    limit = f" (limit {finding.limit})" if finding.limit else ""
+    limit = f" (limit {finding.limit})" if finding.limit and finding.status != "pass" else ""
     rank = f" on rank {result.rank}" if result.rank is not None else ""
     yield from _wrap(
         f"{finding.status.upper():<{LABEL_WIDTH}}{check.name:<{NAME_WIDTH}}{finding.measured}{limit}{rank}"

@@ -1,12 +1,14 @@
 """Runs the checks one after the other, on all ranks together.
 
-A check must not end the diagnosis: an exception becomes a failure that says so, and running out of memory a skipped
-check. Every rank has a finding of its own; the worst one counts. An error of one rank alone, in a check in which ranks
-exchange tensors, does end it: the others wait for that rank until the timeout of the process group.
+A check must not end the diagnosis: an exception becomes a failure that says so, and running out of memory a check that
+is missing in the verdict. Every rank has a finding of its own; the worst one counts. An error of one rank alone while
+ranks exchange tensors does end it: the others wait for that rank until the timeout of the process group.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchstone import heartbeat
-from torchstone.diagnosis.check import Check, Finding, SkipCheck, Status
+from torchstone.diagnosis.check import Check, Finding, MissingCheck, SkipCheck, Status
 from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.errors import StoppedBySignal, UsageError, WorkerError
@@ -40,6 +42,7 @@ class CheckResult:
             "group": check.group,
             "severity": check.severity,
             "status": finding.status,
+            "is_missing": finding.is_missing,
             "title": check.title,
             "meaning": check.meaning,
             "measured": finding.measured,
@@ -47,25 +50,22 @@ class CheckResult:
             "cause": finding.cause,
             "source": finding.source,
             "next_step": finding.next_step,
-            "values": finding.values,
+            # JSON has neither NaN nor infinity.
+            "values": {name: value if math.isfinite(value) else None for name, value in finding.values.items()},
             "rank": self.rank,
             "seconds": self.seconds,
         }
 
 
 def select_checks(checks: Sequence[Check], only: Collection[str]) -> list[Check]:
-    """Those named in `only`, or else all. A name that is none of a check's is that of a group."""
-    names = [check.name for check in checks]
-    groups = [group for group in dict.fromkeys(check.group for check in checks) if group not in names]
+    """Those named in `only`, by their own name or that of their group; or else all."""
+    known = [*(check.name for check in checks), *dict.fromkeys(check.group for check in checks)]
     for name in only:
-        if name not in names and name not in groups:
-            raise UsageError(
-                f"there is no check {name!r}",
-                f"the checks are {', '.join(names)}; groups of them are {', '.join(groups)}",
-            )
-    return [
-        check for check in checks if not only or check.name in only or (check.group in groups and check.group in only)
-    ]
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            suggestion = f"did you mean {close[0]}? " if close else ""
+            raise UsageError(f"there is no check {name!r}", f"{suggestion}torchstone diagnose --list has their names")
+    return [check for check in checks if not only or {check.name, check.group} & {*only}]
 
 
 def run_checks(
@@ -93,9 +93,11 @@ def run_checks(
 def run_check(diagnosis: Diagnosis, check: Check) -> Finding:
     """The finding of this rank."""
     try:
+        if check.group != "data":
+            diagnosis.require("finite")
         return check.function(diagnosis)
     except SkipCheck as reason:
-        return Finding("skip", str(reason))
+        return Finding("skip", str(reason), is_missing=isinstance(reason, MissingCheck))
     except StoppedBySignal:
         # The loop that trained for the check says how its run is resumed.
         message = f"stopped by a signal while checking {check.name}"
@@ -104,7 +106,7 @@ def run_check(diagnosis: Diagnosis, check: Check) -> Finding:
         raise
     except Exception as error:
         if ran_out_of_memory(error):
-            return Finding("skip", f"out of memory: {out_of_memory_reason(error)}")
+            return Finding("skip", f"out of memory: {out_of_memory_reason(error)}", is_missing=True)
         return _could_not_run(check, error)
 
 

@@ -8,6 +8,7 @@ would take most of the time.
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torchstone.config.schema import CheckpointConfig, Config, DebugConfig, ObserveConfig, ParallelConfig
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.diagnosis.batch_contents import BatchContents, Document, read_contents, step_documents
-from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.check import Finding, MissingCheck, SkipCheck
 from torchstone.diagnosis.checked_step import CheckedStep, choose_step
 from torchstone.diagnosis.factor_noise import add_factor_noise
 from torchstone.diagnosis.reference import LossSums, Reference
@@ -154,21 +155,20 @@ class Diagnosis:
             )  # fmt: skip
 
     def _build(self, config: Config, ctx: ParallelContext) -> Run:
-        """Another run. If there is no memory for it, the one that was built before is dropped."""
-        for _ in range(2):
-            if self._no_memory is not None:
-                break
+        """Another run. If there is no memory for it, the one that was built before is dropped: a check that uses both
+        must have what it needs of one before it asks for the other."""
+        while self._no_memory is None:
             run, reason = self._try_to_build(config, ctx)
             if not self.ctx.any_rank(run is None):
                 return cast(Run, run)
             del run
             others = [name for name in ("exact", "plain") if vars(self).get(name, self.run) is not self.run]
-            if not others:
-                self._no_memory = reason or "on another rank"
             for name in others:
                 del vars(self)[name]
             free_device_memory(self.device)
-        raise SkipCheck(f"no memory for another model in fp32: {self._no_memory}")
+            if not others:
+                self._no_memory = reason or "on another rank"
+        raise MissingCheck(f"no memory for another model in fp32: {self._no_memory}")
 
     def _try_to_build(self, config: Config, ctx: ParallelContext) -> tuple[Run | None, str | None]:
         # `build_run` seeds the random numbers.
@@ -188,13 +188,14 @@ def open_diagnosis(
     config: Config, console: Console, device: torch.device, ctx: ParallelContext, is_full: bool = False
 ) -> Iterator[Diagnosis]:
     """Builds the run of `config`. All ranks must call it."""
-    with tempfile.TemporaryDirectory(prefix="torchstone-diagnose-") as own:
-        # All ranks write to the folder of the first one. On another machine it has the same name.
-        folder = Path(ctx.all_gather_object(own)[0])
-        folder.mkdir(exist_ok=True)
+    cuda = [device] if device.type == "cuda" else []
+    with tempfile.TemporaryDirectory(prefix="torchstone-diagnose-") as own, torch.random.fork_rng(cuda):
+        # The ranks of a machine write to the folder of the first of them.
+        host = socket.gethostname()
+        folder = next(Path(each) for name, each in ctx.all_gather_object((host, own)) if name == host)
         run = build_run(without_outputs(config, folder), console, device, ctx)
         yield Diagnosis(run, folder, is_full, config.data.on_bad_row == "stop", draw_rng_sample(device))
-        # The first rank removes it.
+        # Each removes its own.
         ctx.barrier()
 
 

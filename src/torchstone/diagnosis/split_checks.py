@@ -123,7 +123,7 @@ def check_world_size(diagnosis: Diagnosis) -> Finding:
 def check_last_step(diagnosis: Diagnosis) -> Finding:
     """Trains an epoch whose last step is a partial one, with a learning rate of 0, by the training loop itself."""
     diagnosis.require("batch", "loss")
-    exact, step, dp = diagnosis.exact, diagnosis.step, diagnosis.ctx.dims.dp
+    step, dp = diagnosis.step, diagnosis.ctx.dims.dp
     size = len(step.indices)
     samples = SelectedSamples(step.data.train, np.resize(step.indices, size + max(1, size // 2)))
     data = select_data(step.data, samples, size, step.data.batch_sizes.micro_batch_rows, dp)
@@ -131,11 +131,12 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
         "training.mode": None, "training.max_steps": None, "training.max_tokens": None, "training.max_epochs": 1.0,
         "optim.learning_rate": 0.0,
     }  # fmt: skip
-    recorder = StepRecorder()
-    with diagnosis.trial(exact, data, settings) as trial, in_eval_mode(trial):
+    order = data.sampler(diagnosis.config.training.seed, diagnosis.config.data.shuffle).take(len(samples))
+    parts, recorder = [order[:size], order[size:]], StepRecorder()
+    expected = [diagnosis.reference.losses(step_documents(data, part)) for part in parts]
+    with diagnosis.trial(diagnosis.exact, data, settings) as trial, in_eval_mode(trial):
         train_loop(trial, [recorder])
-    order = data.sampler(exact.config.training.seed, exact.config.data.shuffle).take(len(samples))
-    parts, taken = [order[:size], order[size:]], [int(metrics["samples"]) for metrics in recorder.metrics]
+    taken = [int(metrics["samples"]) for metrics in recorder.metrics]
     text = f"an epoch of {len(samples)} samples in steps of {' and '.join(map(str, taken)) or 'none'}"
     if taken != [len(part) for part in parts]:
         lost = len(samples) - sum(taken)
@@ -145,7 +146,6 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
             cause if lost > 0 else "the epoch does not end with its last sample", EPOCH_END,
             "end an epoch with a smaller step", {"lost_samples": float(lost)},
         )  # fmt: skip
-    expected = [diagnosis.reference.losses(step_documents(data, part)) for part in parts]
     losses = [
         worst_of_ranks(diagnosis, metrics["loss"], sums.loss)
         for metrics, sums in zip(recorder.metrics, expected, strict=True)

@@ -132,9 +132,8 @@ def build_run(
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
         restore_optimizer(checkpoint, optimizer, model)
-        # The native decoder has no dropout.
-        log = console.info if isinstance(model, NativeModel) else console.warn
-        restore_rng_states(checkpoint, device, ctx, seed, log)
+        has_dropout = not isinstance(model, NativeModel)
+        restore_rng_states(checkpoint, device, ctx, seed, console.warn if has_dropout else console.info)
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
     for warning in [
