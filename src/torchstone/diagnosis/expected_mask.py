@@ -27,6 +27,7 @@ PROBE = "torchstone-probe"
 # In characters. A shorter text may be anywhere.
 MIN_TEXT = 4
 EITHER, MASKED, TRAINED = -1, 0, 1
+SPACES = [code for code in range(1 << 16) if chr(code).isspace()]
 
 
 class TemplateTexts(NamedTuple):
@@ -96,17 +97,18 @@ class ComparedMask:
 
 
 class TokenTexts:
-    """The texts of tokens, from `starts` to `stops` in `text`, which has all of them."""
+    """The texts of tokens, from `starts` to `stops` in `text`, which has all of them; `words` is it without spaces."""
 
     def __init__(self, run: Run, ids: np.ndarray) -> None:
         pieces = _decode_each(run, ids)
         self.text = "".join(pieces)
-        self.stops = np.cumsum([len(piece) for piece in pieces])
-        self.starts = self.stops - [len(piece) for piece in pieces]
-        self.has_words = np.array([bool(piece.strip()) for piece in pieces])
-        # Where the characters are that are not spaces.
-        self.places = np.flatnonzero([not character.isspace() for character in self.text])
         self.words = squeeze(self.text)
+        self.stops = np.cumsum([len(piece) for piece in pieces])
+        self.starts = np.append(0, self.stops[:-1])
+        is_word = ~np.isin(np.array([self.text]).view(np.uint32), SPACES)
+        self.places = np.flatnonzero(is_word)
+        # How many characters before each one are not spaces.
+        self.counts = np.append(0, np.cumsum(is_word))
 
     def inside(self, start: int, stop: int) -> np.ndarray:
         return np.flatnonzero((self.starts >= start) & (self.stops <= stop) & (self.starts < self.stops))
@@ -117,8 +119,7 @@ class TokenTexts:
     def locate(self, part: Part, at: int) -> Part:
         """The part at this place among `words`."""
         start, end = int(self.places[at]), int(self.places[at + len(squeeze(part.text)) - 1]) + 1
-        spaces = len(part.text) - len(part.text.rstrip())
-        following = self.text[end : end + spaces]
+        following = self.text[end : end + len(part.text) - len(part.text.rstrip())]
         return replace(part, start=start, end=end, stop=end + len(following) - len(following.lstrip()))
 
 
@@ -147,7 +148,7 @@ def compare_mask(run: Run, row: SampledRow, template: TemplateTexts) -> Compared
     for before, after in pairwise([None, *parts, None]):
         if not is_all and _is_masked_between(before, after, turns):
             inside = texts.inside(before.stop if before else 0, after.start if after else len(texts.text))
-            sides[inside[texts.has_words[inside]]] = MASKED
+            sides[inside[texts.counts[texts.starts[inside]] < texts.counts[texts.stops[inside]]]] = MASKED
     for number, part in enumerate(parts):
         is_trained, overlapping = turns[part.turn].is_trained, texts.overlapping(part.start, part.end)
         tokens, side = texts.inside(part.start, part.stop), MASKED
@@ -215,20 +216,24 @@ def _list_parts(run: Run, row: SampledRow, template: TemplateTexts, words: str) 
     ends = {"user": template.after_question, "assistant": template.after_answer}
     for number, turn in enumerate(row.turns):
         if turn.role == "assistant":
-            yield Part(number, "header", _tokenized(run, template.header))
-        yield Part(number, "reasoning", _tokenized(run, turn.reasoning))
-        yield Part(number, "text", _tokenized(run, turn.text))
+            yield Part(number, "header", _as_written(run, template.header, words))
+        yield Part(number, "reasoning", _as_written(run, turn.reasoning, words))
+        yield Part(number, "text", _as_written(run, turn.text, words))
         for call in turn.calls:
-            # Templates write it as it is, or as JSON.
-            variants = [call, *(json.dumps(call, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))]
-            yield Part(number, "call", next((text for text in variants if squeeze(text) in words), ""))
-        yield Part(number, "end", _tokenized(run, ends.get(turn.role, "")))
+            yield Part(number, "call", _as_written(run, call, words))
+        yield Part(number, "end", _as_written(run, ends.get(turn.role, ""), words))
 
 
-def _tokenized(run: Run, text: str) -> str:
-    """As it comes back from its tokens, with the spaces after it."""
+def _as_written(run: Run, text: str, words: str) -> str:
+    """The text, or what tokens or JSON make of it, if it is among the words; with the spaces after it."""
     stripped = text.strip()
-    return decode(run, run.tokenizer.encode(stripped)) + text[len(text.rstrip()) :] if stripped else ""
+    if squeeze(stripped) in words:
+        return text
+    forms = [
+        decode(run, run.tokenizer.encode(stripped)),
+        *(json.dumps(stripped, ensure_ascii=a)[1:-1] for a in (False, True)),
+    ]
+    return next((form for form in forms if squeeze(form) in words), "") + text[len(text.rstrip()) :]
 
 
 def _decode_each(run: Run, ids: np.ndarray) -> list[str]:
