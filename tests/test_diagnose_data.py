@@ -43,20 +43,26 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endf
 GENERATION = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
+REASONING = (
+    "{% for m in messages %}<start>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+    "{{ m.reasoning_content if loop.index0 > 4 else '-' }}</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL</call>{% endfor %}<turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n<think>\n{% endif %}"
+)
 CHAT_TEMPLATES = {
-    # The question has all that is before an answer.
+    # The question has all of the prompt.
     "inst": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}",
+    "{% else %} Answer: {{ m.content }} </s>{% endif %}{% endfor %}",
     "model": "{{ bos_token }}{% for m in messages %}<start>{{ 'model' if m.role == 'assistant' else m.role }}\n"
     "{{ m.content | trim }}<turn>\n{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}",
     "two ends": "{% for m in messages %}<start>{{ m.role }}: {{ m.content }}<turn></s>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant:{% endif %}",
-    # Calls that are not JSON, reasoning of the last answer alone, and an empty one that is a part of the prompt.
-    "reasoning": "{% for m in messages %}<start>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
-    "{{ m.reasoning_content if loop.index0 > 4 else '-' }}</think>\n\n{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<call={{ c.function.name }}>{% for k, v in c.function.arguments | items %}"
-    "<{{ k }}>{{ v }}</{{ k }}>{% endfor %}</call>{% endfor %}<turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start>assistant\n<think>\n{% endif %}",
+    # Reasoning of the last answer alone, and calls that are not JSON, or dropped.
+    "reasoning": REASONING.replace(
+        "CALL",
+        "<call={{ c.function.name }}>{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}",
+    ),
+    "reasoning without calls": REASONING.replace("CALL", "<call>"),
 }
 
 
@@ -77,7 +83,10 @@ def calls_and_reasoning() -> list[Row]:
     rows = []
     for number, row in enumerate(conversations()):
         *earlier, question, answer = row["messages"]
-        earlier[-1] |= {"reasoning_content": f"That one is easy: {number}."}
+        if number % 2:
+            earlier[-1]["content"] = f"<think>\nThat one is easy: {number}.\n</think>\n\n{earlier[-1]['content']}"
+        else:
+            earlier[-1]["reasoning_content"] = f"That one is easy: {number}."
         arguments = {"word": question["content"], "form": 'a "short"\ttext', "most": 3}
         call = {
             "role": "assistant",
@@ -250,7 +259,7 @@ class TestHealthyData:
             row["messages"] = [message for message in row["messages"] if message["role"] != "system"]
             row["messages"][-1]["content"] = row["messages"][-1]["content"].strip("It is.")
         for train_on in ("assistant", "all", "user,assistant"):
-            rows = calls_and_reasoning() if name == "reasoning" else chats
+            rows = calls_and_reasoning() if "reasoning" in name else chats
             run = build(
                 rows, model__tokenizer=str(tmp_path / "tokenizer"), data__train_on=train_on, data__context_length=256
             )
@@ -380,7 +389,10 @@ class TestOrder:
         ("change", "cause"),
         [
             (lambda self, at, size: self.at(at % size), "every epoch has the same order"),
-            (lambda self, at, size: np.random.default_rng(0).integers(0, size, 9999)[at], "draws some of them again"),
+            (
+                lambda self, at, size: np.random.default_rng(0).integers(0, size, 9999)[at],
+                "an epoch draws samples again: only ",
+            ),
             (lambda self, at, size: self.at(at) // 2, "12 of 24 samples are never drawn"),
             (lambda self, at, size: self.at(at) + (at > 20), "sample 24 is drawn, but there are 24"),
         ],
@@ -490,7 +502,7 @@ class TestMasks:
             ),
             (
                 lambda span, text, _: (max(span[0], text.find("</think>", *span)), span[1]),
-                "loss_mask", "such as 'That one is easy: 0.' (reasoning of assistant)",
+                "loss_mask", "67% of the texts of assistant, or all of them, such as 'That one is easy: 0.' (reasoning of",
             ),
             (
                 lambda span, text, _: (span[0], text.find('"arguments"', *span) % span[1]),

@@ -74,15 +74,16 @@ def _describe_epochs(first: np.ndarray, second: np.ndarray, size: int, shuffle: 
         is_right = np.array_equal(first, np.arange(len(first))) and np.array_equal(second, np.arange(len(second)))
         return None if is_right else "data.shuffle is off, but samples are not drawn in the order of the files"
     distinct, both = len(np.unique(first)), len(np.unique(np.concatenate((first, second))))
-    if len(first) == size > distinct == both:
+    if len(first) == len(second) == size > distinct == both:
         return f"{size - distinct:,} of {size:,} samples are never drawn, and others several times in an epoch"
-    if distinct < len(first) or len(np.unique(second)) < len(second):
-        return f"only {distinct:,} of the first {len(first):,} samples differ: an epoch draws some of them again"
+    for own in (first, second):
+        if (differ := len(np.unique(own))) < len(own):
+            return f"an epoch draws samples again: only {differ:,} of {len(own):,} draws differ"
     counts = np.bincount(first * PARTS // size, minlength=PARTS)
     if len(first) >= MIN_DRAWS and counts.min() < counts.mean() / 2:
         return f"the first {len(first):,} samples leave out a part of the data: of its {PARTS} parts they have {counts}"
-    both_drawn = min(len(first), len(second))
-    if both_drawn >= MIN_SHUFFLED and np.array_equal(first[:both_drawn], second[:both_drawn]):
+    common = min(len(first), len(second))
+    if common >= MIN_SHUFFLED and np.array_equal(first[:common], second[:common]):
         return "every epoch has the same order"
     return None
 
@@ -106,8 +107,7 @@ def _describe_resumed(run: Run, draws: np.ndarray, sizes: Sequence[int]) -> str 
         if not np.array_equal(resumed, expected):
             return _describe_gap(draws, resumed, place)
     # With more samples than are drawn, the end of an epoch is looked at by itself.
-    across = _draw(run, epoch - 1, 1 + RESUMED)[1:]
-    if epoch > len(draws) and not np.array_equal(across, _draw(run, epoch, RESUMED)):
+    if not np.array_equal(_draw(run, epoch - 1, 1 + RESUMED)[1:], _draw(run, epoch, RESUMED)):
         return f"a run that is resumed after {epoch:,} samples goes on with other samples"
     return None
 
