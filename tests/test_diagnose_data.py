@@ -502,7 +502,7 @@ class TestMasks:
             ),
             (
                 lambda span, text, _: (max(span[0], text.find("</think>", *span)), span[1]),
-                "loss_mask", "67% of the texts of assistant, or all of them, such as 'That one is easy: 0.' (reasoning of",
+                "loss_mask", "67% of the texts of assistant, or all of them, such as 'That one is easy: 0.' (reason",
             ),
             (
                 lambda span, text, _: (span[0], text.find('"arguments"', *span) % span[1]),
