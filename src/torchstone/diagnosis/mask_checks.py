@@ -113,9 +113,9 @@ def _describe_mask(untrained: float, unmasked: float, sides: Sequence[tuple[str,
 def _describe_template(run: Run, row: ComparedMask) -> str:
     tokens = row.trained_template
     owner, following = row.owners[tokens[0]], tokens[tokens - np.arange(len(tokens)) == tokens[0]]
-    is_header = owner >= 0 and row.parts[owner].kind == "header"
-    text = decode(run, row.row.documents[0].ids[following])[:60]
-    return f"{'before an answer' if is_header else 'around other messages'}, such as {text!r}"
+    kind = row.parts[owner].kind if owner >= 0 else None
+    place = {"header": "before an answer", "end": "after a message that is masked"}.get(str(kind), "between messages")
+    return f"{place}, such as {decode(run, row.row.documents[0].ids[following])[:60]!r}"
 
 
 def _find_shift(rows: Sequence[ComparedMask]) -> str | None:
