@@ -18,12 +18,16 @@ from torchstone.config.load import load_config
 from torchstone.data import loader
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoder
+from torchstone.data.loader import RunData
+from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
 from torchstone.data.template import TEMPLATES, ChatTemplate, RenderedConversation
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
-from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.check import Finding
 from torchstone.diagnosis.data_checks import DATA_CHECKS
+from torchstone.diagnosis.order_checks import check_data_order
+from torchstone.diagnosis.run_checks import run_checks
 from torchstone.diagnosis.sampled_rows import sample_rows
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.observe.console import Console
@@ -39,6 +43,29 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endf
 GENERATION = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
+REASONING = (
+    "{% for m in messages %}<start>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+    "{{ m.reasoning_content if loop.index0 > 4 else '-' }}</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL</call>{% endfor %}<turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n<think>\n{% endif %}"
+)
+CHAT_TEMPLATES = {
+    # The question has all of the prompt.
+    "inst": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
+    "{% else %} Answer: {{ m.content }} </s>{% endif %}{% endfor %}",
+    "model": "{{ bos_token }}{% for m in messages %}<start>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<turn>\n{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}",
+    "two ends": "{% for m in messages %}<start>{{ m.role }}: {{ m.content }}<turn></s>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant:{% endif %}",
+    # Reasoning of the last answer alone, and calls that are not JSON, or dropped.
+    "reasoning": REASONING.replace(
+        "CALL",
+        "<call={{ c.function.name }}>{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}",
+    ),
+    "reasoning without calls": REASONING.replace("CALL", "<call>"),
+}
+
+
 def conversations(count: int = NUM_ROWS) -> list[Row]:
     """Two questions each, every third with a system message."""
     rows = [row["messages"] for row in chat_rows(2 * count)]
@@ -49,6 +76,26 @@ def conversations(count: int = NUM_ROWS) -> list[Row]:
         {"messages": [*([system] if number % 3 == 0 else []), *rows[2 * number], *rows[2 * number + 1]]}
         for number in range(count)
     ]
+
+
+def calls_and_reasoning() -> list[Row]:
+    """Two questions each: an answer with its reasoning, and a call, its result and an answer with reasoning."""
+    rows = []
+    for number, row in enumerate(conversations()):
+        *earlier, question, answer = row["messages"]
+        if number % 2:
+            earlier[-1]["content"] = f"<think>\nThat one is easy: {number}.\n</think>\n\n{earlier[-1]['content']}"
+        else:
+            earlier[-1]["reasoning_content"] = f"That one is easy: {number}."
+        arguments = {"word": question["content"], "form": 'a "short"\ttext', "most": 3}
+        call = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
+        answer |= {"reasoning_content": f"The call found {number}."}
+        rows.append({"messages": [*earlier, question, call, {"role": "tool", "content": f"{number}"}, answer]})
+    return rows
 
 
 def token_rows(tokenizer: Tokenizer, mask: bool, count: int = NUM_ROWS) -> list[Row]:
@@ -77,23 +124,34 @@ def build(tmp_path: Path, settings: Callable[..., dict[str, Any]]) -> Callable[.
     return make
 
 
+@pytest.fixture
+def chatml_dir(tmp_path: Path) -> Path:
+    """A tokenizer with the template chatml."""
+    texts = [str(write_rows(tmp_path / "texts.jsonl", conversations()))]
+    train_tokenizer(texts, 400, chat_template="chatml")[0].save_pretrained(tmp_path / "chatml")
+    return tmp_path / "chatml"
+
+
 def diagnose(run: Run) -> Findings:
     """What the checks find that apply."""
-    findings, reasons = {}, list[str]()
-    for check in DATA_CHECKS:
-        try:
-            findings[check.name] = check.function(Diagnosis(run))
-        except SkipCheck as reason:
-            reasons.append(str(reason))
-    assert all(reasons)
-    return findings
+    findings = {result.check.name: result.finding for result in run_checks(Diagnosis(run), DATA_CHECKS)}
+    assert all(finding.measured for finding in findings.values())
+    return {name: finding for name, finding in findings.items() if finding.status != "skip"}
 
 
 def assert_healthy(run: Run, *names: str) -> None:
     """All checks pass, and those of `names` are among them."""
     findings = diagnose(run)
     assert {name: finding for name, finding in findings.items() if finding.status != "pass"} == {}
-    assert {"label_shift", "padding", "loss_tokens", "id_range", "dropped_rows", *names} <= findings.keys()
+    assert {
+        "label_shift",
+        "padding",
+        "loss_tokens",
+        "data_order",
+        "id_range",
+        "dropped_rows",
+        *names,
+    } <= findings.keys()
 
 
 def assert_fault(run: Run, name: str, status: str, *causes: str, source: str = "") -> Finding:
@@ -186,20 +244,34 @@ class TestHealthyData:
         run = build(conversations(), model__tokenizer=str(tmp_path / "tokenizer"))
         assert_healthy(run, "template_tokens", "double_bos", *ANSWER_CHECKS)
 
-    def test_calls_and_reasoning_pass(self, build: Callable[..., Run], tmp_path: Path) -> None:
-        hf, _ = train_tokenizer([str(write_rows(tmp_path / "t.jsonl", conversations()))], 400, chat_template="chatml")
+    @pytest.mark.parametrize("name", sorted(CHAT_TEMPLATES))
+    def test_templates_of_other_styles_pass(
+        self, build: Callable[..., Run], tokenizer_dir: Path, tmp_path: Path, name: str
+    ) -> None:
+        hf = load_tokenizer(tokenizer_dir).hf
+        tokens = {"eos_token": "</s>", "bos_token": "<s>", "additional_special_tokens": ["<start>", "<turn>"]}
+        hf.add_special_tokens(tokens, replace_extra_special_tokens=False)
+        hf.chat_template = CHAT_TEMPLATES[name]
         hf.save_pretrained(tmp_path / "tokenizer")
-        rows = conversations()
-        for row in rows:
-            call = {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
-            }
-            answer = {**row["messages"][-1], "reasoning_content": "It is short."}
-            row["messages"][-1:] = [call, {"role": "tool", "content": '{"found": 3}'}, answer]
-        run = build(rows, model__tokenizer=str(tmp_path / "tokenizer"), data__context_length=256)
-        assert_healthy(run, "thinking", *ANSWER_CHECKS)
+        chats = conversations()
+        for row in chats:
+            # Templates of these styles have no system messages. A short text may be anywhere.
+            row["messages"] = [message for message in row["messages"] if message["role"] != "system"]
+            row["messages"][-1]["content"] = row["messages"][-1]["content"].strip("It is.")
+        for train_on in ("assistant", "all", "user,assistant"):
+            rows = calls_and_reasoning() if "reasoning" in name else chats
+            run = build(
+                rows, model__tokenizer=str(tmp_path / "tokenizer"), data__train_on=train_on, data__context_length=256
+            )
+            assert_healthy(run, "loss_mask")
+
+    @pytest.mark.parametrize("train_on", ["assistant", "all", "tool,assistant"])
+    def test_calls_and_reasoning_pass(self, build: Callable[..., Run], chatml_dir: Path, train_on: str) -> None:
+        rows = calls_and_reasoning()
+        for row in rows[::2]:
+            row["messages"][-1]["weight"] = 0
+        run = build(rows, model__tokenizer=str(chatml_dir), data__context_length=384, data__train_on=train_on)
+        assert_healthy(run, "thinking", "loss_mask", "end_of_turn", "stop_tokens")
 
     def test_a_pretrained_model_passes_with_every_way_of_tuning(
         self, build: Callable[..., Run], llama_dir: Path
@@ -312,6 +384,69 @@ class TestBatches:
         assert_fault(run, "loss_tokens", status, "nothing is learned from them", source="rows.jsonl:4")
 
 
+class TestOrder:
+    @pytest.mark.parametrize(
+        ("change", "cause"),
+        [
+            (lambda self, at, size: self.at(at % size), "every epoch has the same order"),
+            (
+                lambda self, at, size: np.random.default_rng(0).integers(0, size, 9999)[at],
+                "an epoch draws samples again: only ",
+            ),
+            (lambda self, at, size: self.at(at) // 2, "12 of 24 samples are never drawn"),
+            (lambda self, at, size: self.at(at) + (at > 20), "sample 24 is drawn, but there are 24"),
+        ],
+        ids=["same order", "replacement", "half", "outside"],
+    )
+    def test_an_epoch_that_is_no_new_permutation_is_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, change: Any, cause: str
+    ) -> None:
+        run, sampler = build(conversations()), RunData.sampler
+
+        def changed(data: RunData, *arguments: Any) -> Sampler:
+            original = sampler(data, *arguments)
+            wrong = InfiniteSampler(original.size, consumed_samples=original.consumed_samples)
+            monkeypatch.setattr(wrong, "at", lambda at: change(original, at, original.size))
+            return wrong
+
+        monkeypatch.setattr(RunData, "sampler", changed)
+        finding = check_data_order(Diagnosis(run))
+        assert finding.status == "fail"
+        assert cause in str(finding.cause)
+
+    @pytest.mark.parametrize(("offset", "cause"), [(8, "leaves out 8 samples"), (-1, "repeats 1 samples")])
+    @pytest.mark.parametrize("size", [300, 1_000_000])
+    def test_a_resumed_run_that_goes_on_elsewhere_is_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, offset: int, cause: str, size: int
+    ) -> None:
+        run = build(conversations())
+
+        def sampler(data: RunData, seed: int, shuffle: bool, consumed: int = 0) -> Sampler:
+            return InfiniteSampler(size, seed, shuffle, consumed + offset * (consumed > 0))
+
+        monkeypatch.setattr(RunData, "sampler", sampler)
+        monkeypatch.setattr(run.data, "train", range(size))
+        finding = check_data_order(Diagnosis(run))
+        assert finding.status == "fail"
+        assert cause in str(finding.cause)
+
+    def test_weights_that_are_not_used_are_found(
+        self, build: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        paths = [write_rows(tmp_path / f"{n}.jsonl", conversations(2 * NUM_ROWS)[n::2]) for n in range(2)]
+        run = build(paths[0], data__path=",".join(map(str, paths)), data__weights="3,1")
+        assert_healthy(run, "data_order")
+        monkeypatch.setattr(
+            RunData,
+            "sampler",
+            lambda data, seed, shuffle, consumed=0: MixedSampler([24, 24], [1, 1], seed, shuffle, consumed),
+        )
+        assert_fault(run, "data_order", "fail", "source 1 has 50.0% of the samples, but its share", "is 75.0%")
+
+    def test_data_that_are_not_shuffled_pass(self, build: Callable[..., Run]) -> None:
+        assert_healthy(build(conversations(), data__shuffle=False), "data_order")
+
+
 class TestMasks:
     def test_an_inverted_mask_is_named(self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
         mask = Encoder._loss_mask
@@ -325,7 +460,7 @@ class TestMasks:
             (lambda spans, text: [(0, spans[-1][1])], "100% of the texts that should be masked are trained"),
             (lambda spans, text: [(0, text.index("<|user|>")), *spans], "those of system"),
             (lambda spans, text: spans[-1:], "leaves out a part of 50%"),
-            (lambda spans, text: [(start + 1, end) for start, end in spans], "leaves out a part of 100%"),
+            (lambda spans, text: [(start + 1, end) for start, end in spans], "the mask begins one token late"),
         ],
         ids=["all", "system", "last", "without the first letter"],
     )  # fmt: skip
@@ -353,6 +488,56 @@ class TestMasks:
 
         monkeypatch.setattr(ChatTemplate, "_span", without_end)
         assert_fault(build(conversations()), "end_of_turn", "fail", "<|end|> (id 2) ends 24 rows, but is masked")
+
+    @pytest.mark.parametrize(
+        ("change", "check", "cause"),
+        [
+            (
+                lambda span, text, _: (text.rindex("<|im_start|>", 0, span[0]), span[1]),
+                "loss_mask", "the mask trains on what the chat template writes before an answer, such as '<|im_start|>",
+            ),
+            (
+                lambda span, text, is_last: (span[0], span[1] if is_last else text.rindex("<|im_end|>", 0, span[1])),
+                "end_of_turn", "<|im_end|> (id 4) is masked (label -100) after all answers but the last one",
+            ),
+            (
+                lambda span, text, _: (max(span[0], text.find("</think>", *span)), span[1]),
+                "loss_mask", "67% of the texts of assistant, or all of them, such as 'That one is easy: 0.' (reason",
+            ),
+            (
+                lambda span, text, _: (span[0], text.find('"arguments"', *span) % span[1]),
+                "loss_mask", "leaves out a part of 33% of the texts of assistant, or all of them, such as 'word' (call",
+            ),
+        ],
+        ids=["header", "end of earlier answers", "reasoning", "arguments"],
+    )  # fmt: skip
+    def test_a_part_of_an_answer_that_is_left_out_is_named(
+        self, build: Callable[..., Run], chatml_dir: Path, monkeypatch: pytest.MonkeyPatch, change: Any, check: str,
+        cause: str,
+    ) -> None:  # fmt: skip
+        span = ChatTemplate._span
+
+        def changed(self: ChatTemplate, messages: Any, index: int, tools: Any, text: str) -> tuple[int, int]:
+            return change(span(self, messages, index, tools, text), text, index + 1 == len(messages))
+
+        monkeypatch.setattr(ChatTemplate, "_span", changed)
+        run = build(calls_and_reasoning(), model__tokenizer=str(chatml_dir), data__context_length=384)
+        assert_fault(run, check, "fail", cause)
+
+    @pytest.mark.parametrize(("shift", "words"), [(1, "late"), (-1, "early")])
+    def test_a_mask_that_is_shifted_by_a_token_is_named(
+        self, build: Callable[..., Run], chatml_dir: Path, monkeypatch: pytest.MonkeyPatch, shift: int, words: str
+    ) -> None:
+        mask = Encoder._loss_mask
+        monkeypatch.setattr(Encoder, "_loss_mask", lambda *arguments: np.roll(mask(*arguments), shift))
+        cause = f"the mask begins and ends one token {words}"
+        assert_fault(build(conversations()), "loss_mask", "fail", cause)
+        # After the end token of this template, a line break may be trained or not.
+        run = build(conversations(), model__tokenizer=str(chatml_dir), data__context_length=256)
+        assert_fault(run, "loss_mask", "fail", cause if shift > 0 else "the mask begins one token early")
+        prompts = [{"prompt": f"{q['content']}\n", "completion": a["content"]} for *_, q, a in
+                   (row["messages"] for row in conversations())]  # fmt: skip
+        assert_fault(build(prompts), "loss_mask", "fail", "the mask begins one token late" if shift > 0 else cause)
 
     @pytest.mark.parametrize(
         "template",
@@ -396,6 +581,19 @@ class TestMasks:
         run = build(conversations(), model__tokenizer=str(tmp_path / "tokenizer"))
         finding = assert_fault(run, "stop_tokens", "fail", "does not stop at <end> (id 446)", "an ordinary token")
         assert "generation stops at <|endoftext|> (id 0)" in finding.measured
+
+    def test_an_end_token_that_has_no_name_is_no_ordinary_token(
+        self, build: Callable[..., Run], tokenizer_dir: Path, tmp_path: Path
+    ) -> None:
+        load_tokenizer(tokenizer_dir).save(tmp_path / "tokenizer")
+        file = tmp_path / "tokenizer" / "tokenizer_config.json"
+        names = {"additional_special_tokens", "extra_special_tokens"}
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k not in names}))
+        run = build(conversations(), model__tokenizer=str(tmp_path / "tokenizer"))
+        finding = assert_fault(run, "stop_tokens", "fail", "special token, but tokenizer_config.json does not name it")
+        assert "additional_special_tokens" in str(finding.next_step)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"additional_special_tokens": [END]}))
+        assert_healthy(build(conversations(), model__tokenizer=str(tmp_path / "tokenizer")), "stop_tokens")
 
     def test_empty_reasoning_is_found(self, build: Callable[..., Run], tmp_path: Path) -> None:
         think = "{{ '<think>\n\n</think>\n' if m.role == 'assistant' }}{{ m.content }}"
@@ -582,6 +780,13 @@ class TestRows:
         ]  # fmt: skip
         chats = [{"messages": row["prompt"] + row["completion"]} for row in rows]
         assert_fault(build(chats), "control_tokens", "fail", "is applied again", source="rows.jsonl:1")
+
+    def test_control_tokens_in_all_messages_are_no_template(self, build: Callable[..., Run]) -> None:
+        """As <s> in text about HTML."""
+        rows = conversations()
+        for row in rows:
+            row["messages"][-1]["content"] += f" Write {END}."
+        assert_fault(build(rows), "control_tokens", "warn", "<|end|> in a message becomes a token")
 
     def test_text_of_a_wrong_decoding_is_found(self, build: Callable[..., Run]) -> None:
         texts = [f"{row['text']} Très bien, à bientôt." for row in corpus_rows(NUM_ROWS)]

@@ -15,10 +15,10 @@ import numpy as np
 
 from torchstone.data.collate import PADDING_DOC_ID
 from torchstone.data.formats import IGNORE_INDEX, TEXT_FORMATS
+from torchstone.diagnosis.batch_contents import FoundDocument
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.sampled_rows import (
     MAX_WRONG,
-    Document,
     inspect_command,
     name_token,
     sample_sequences,
@@ -136,13 +136,13 @@ COLLATE = "data/collate.py"
 NO_SETTING = "no setting does this: look for a change in data/collate.py, and report it if there is none"
 
 
-def _wrong_labels(document: Document) -> np.ndarray:
+def _wrong_labels(document: FoundDocument) -> np.ndarray:
     """The labels, and -100 where they are the next token."""
     labels = document.labels[:-1]
     return np.where(labels == document.ids[1:], IGNORE_INDEX, labels)
 
 
-def _find_shift(document: Document) -> int:
+def _find_shift(document: FoundDocument) -> int:
     """By how many positions nearly all labels are shifted; 1 if that cannot be told."""
     positions = np.flatnonzero(document.labels != IGNORE_INDEX)
     shares = {}
@@ -154,7 +154,7 @@ def _find_shift(document: Document) -> int:
     return best if shares and shares[best] >= SHIFTED_SHARE else 1
 
 
-def _find_mask_value(documents: Sequence[Document]) -> int | None:
+def _find_mask_value(documents: Sequence[FoundDocument]) -> int | None:
     """The id of nearly all labels that are not the next token."""
     wrong = np.concatenate([np.zeros(0, dtype=np.int64), *map(_wrong_labels, documents)])
     counts = Counter(wrong[wrong != IGNORE_INDEX].tolist())

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchstone.data.collate import MicroBatch
+from torchstone.data.collate import PADDING_DOC_ID, MicroBatch
+from torchstone.data.formats import IGNORE_INDEX
 from torchstone.data.loader import RunData
 from torchstone.parallel.mesh import ParallelContext
 
-NO_LABEL, NO_DOCUMENT = -100, -1
 MAX_SHOWN = 3
 
 
@@ -34,7 +34,7 @@ class Document(NamedTuple):
 
     def shifted(self, shift: int) -> np.ndarray:
         """The label of each position if labels are shifted `shift` times."""
-        return np.append(self.labels[shift:], [NO_LABEL] * min(shift, len(self.labels))).astype(np.int64)
+        return np.append(self.labels[shift:], [IGNORE_INDEX] * min(shift, len(self.labels))).astype(np.int64)
 
 
 class Place(NamedTuple):
@@ -47,6 +47,8 @@ class Place(NamedTuple):
 
 
 class FoundDocument(NamedTuple):
+    """A document of a micro-batch. `labels[t]` is what the loss expects after `ids[t]`, or -100."""
+
     place: Place
     ids: np.ndarray
     labels: np.ndarray
@@ -55,6 +57,12 @@ class FoundDocument(NamedTuple):
     @property
     def key(self) -> bytes:
         return self.ids.astype(np.int64).tobytes()
+
+    @property
+    def trained(self) -> list[tuple[int, int]]:
+        """The ranges [start, end) of labels without a -100 between them."""
+        edges = np.diff(np.concatenate(([0], self.labels != IGNORE_INDEX, [0])).astype(np.int8))
+        return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -195,9 +203,9 @@ def read_micro_batches(micro_batches: Sequence[MicroBatch], rank: int) -> tuple[
         ids_BT, labels_BT, positions_BT, doc_ids_BT = (tensor.cpu().numpy() for tensor in batch.tensors)
         for row in range(len(ids_BT)):
             numbers = doc_ids_BT[row]
-            on_padding = int((labels_BT[row][numbers == NO_DOCUMENT] != NO_LABEL).sum())
+            on_padding = int((labels_BT[row][numbers == PADDING_DOC_ID] != IGNORE_INDEX).sum())
             rows.append(RowShape(Place(rank, micro_step, row, 0), len(numbers), on_padding))
-            for number in dict.fromkeys(numbers[numbers != NO_DOCUMENT].tolist()):
+            for number in dict.fromkeys(numbers[numbers != PADDING_DOC_ID].tolist()):
                 own = numbers == number
                 place = Place(rank, micro_step, row, int(number))
                 documents.append(FoundDocument(place, ids_BT[row, own], labels_BT[row, own], positions_BT[row, own]))

@@ -16,6 +16,7 @@ from torchstone.diagnosis.mask_checks import (
     check_stop_tokens,
     check_thinking,
 )
+from torchstone.diagnosis.order_checks import check_data_order
 from torchstone.diagnosis.row_checks import (
     check_answers,
     check_bad_rows,
@@ -60,6 +61,12 @@ DATA_CHECKS: tuple[Check, ...] = (
         "samples have tokens to train on",
         "Training on nothing looks like training: it runs, and learns nothing.",
         check_loss_tokens,
+    ),
+    Check(
+        "data_order", "data", "critical",
+        "an epoch has every sample once, in a new order, and a resumed run goes on where it was",
+        "Some samples are never seen, and others too often.",
+        check_data_order,
     ),
     Check(
         "loss_mask", "data", "critical",

@@ -9,7 +9,8 @@ import numpy as np
 
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
-from torchstone.diagnosis.batch_contents import NO_LABEL, Document
+from torchstone.data.formats import IGNORE_INDEX
+from torchstone.diagnosis.batch_contents import Document
 from torchstone.diagnosis.check import SkipCheck
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.run import Run
@@ -73,7 +74,7 @@ def find_leak(diagnosis: Diagnosis) -> str | None:
 
 def _loss(run: Run, documents: Sequence[np.ndarray], target: int, size: int | None = None) -> float:
     """The loss sum of the first `size` tokens of one of the documents."""
-    sequences = [TokenSequence(ids, np.full(len(ids), NO_LABEL)) for ids in documents]
+    sequences = [TokenSequence(ids, np.full(len(ids), IGNORE_INDEX)) for ids in documents]
     sequences[target].labels[:size] = documents[target][:size]
     rows = [sequences] if run.data.packed else [[sequence] for sequence in sequences]
     run.model.train(False)

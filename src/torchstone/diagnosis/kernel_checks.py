@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchstone.diagnosis.batch_contents import NO_LABEL
+from torchstone.data.formats import IGNORE_INDEX
 from torchstone.diagnosis.check import Finding, SkipCheck, Status
 from torchstone.diagnosis.factor_noise import factor_noise
 from torchstone.diagnosis.gradients import (
@@ -97,7 +97,7 @@ def check_fused_loss(diagnosis: Diagnosis) -> Finding:
 
     def plain(hidden: Tensor, _: Tensor, labels: Tensor) -> Tensor:
         logits_NV = model.module.compute_logits(hidden).flatten(0, 1).float()
-        return F.cross_entropy(logits_NV, labels.flatten(), ignore_index=NO_LABEL, reduction="sum")
+        return F.cross_entropy(logits_NV, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
     right, right_gradients = _with_gradients(plain, hidden_BTD, weight, labels_BT)
     values, texts, failed = dict[str, float](), list[str](), list[str]()

@@ -1,8 +1,6 @@
 """Checks of the loss mask: does a row train on its answers, on all of them, and on their ends?
 
-Trained tokens are decoded and compared with the texts of the raw row (turns.py). Templates and tokenizers may change
-spaces, and a template may rewrite a text. So spaces do not count, and a text is wrong only if it is in the row, and on
-the wrong side of the mask.
+The mask is compared with the one that the texts of the raw row ask for (expected_mask.py).
 """
 
 from __future__ import annotations
@@ -10,18 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from torchstone.data.formats import CHAT_FORMATS, IGNORE_INDEX, ROW_FORMATS, TEXT_FORMATS, Message, RowFormat
-from torchstone.diagnosis.batch_checks import check_label_shift
 from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.expected_mask import ComparedMask, compare_mask, read_template
 from torchstone.diagnosis.sampled_rows import (
     MAX_WRONG,
-    Document,
     SampledRow,
     decode,
     inspect_command,
@@ -30,7 +27,6 @@ from torchstone.diagnosis.sampled_rows import (
     sample_rows,
     sample_sequences,
 )
-from torchstone.diagnosis.turns import Turn
 from torchstone.errors import TorchstoneError
 from torchstone.training.run import Run
 
@@ -41,79 +37,70 @@ ANSWER_FORMATS: tuple[RowFormat, ...] = (*CHAT_FORMATS, "prompt")
 # Of all rows: more that are truncated fail, not only warn.
 MANY_CUT = 0.5
 EMPTY_THINKING = re.compile(r"<((?:think|thought|reason)[\w:]*)>\s*</\1>")
-# Of a shorter text, in characters, one cannot tell where it is; of a longer row, in tokens, only the end is decoded.
-MIN_TEXT, MAX_DECODED = 4, 4096
+# Of a longer row, in tokens, only the end is decoded.
+MAX_DECODED = 4096
 QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 # Some templates end an answer with several tokens. Generation stops at the first stop token.
 MAX_END_TOKENS = 8
 
 
-class ComparedTurn(NamedTuple):
-    row: SampledRow
-    turn: Turn
-    is_wrong: bool
-
-
 def check_loss_mask(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    turns = compare_turns(run)
-    answers, others = ([t for t in turns if t.turn.is_trained == is_trained] for is_trained in (True, False))
+    diagnosis.require("label_shift")
+    rows = compare_rows(run)
+    turns = [(row, turn, row.row.turns[turn].is_trained) for row in rows for turn in row.turns]
+    answers = sum(is_trained for *_, is_trained in turns)
     if not answers:
         raise SkipCheck("no answer can be compared with its row: all are cut, or rewritten by the chat template")
-    untrained, unmasked = [t for t in answers if t.is_wrong], [t for t in others if t.is_wrong]
-    rest = sum(t.is_trained for row in sample_rows(run, ANSWER_FORMATS) for t in row.turns) - len(answers)
+    wrong = sorted([each for each in turns if each[1] in each[0].wrong_texts], key=lambda each: not each[2])
+    untrained = sum(is_trained for *_, is_trained in wrong)
+    template = [row for row in rows if len(row.trained_template)]
+    others, unmasked = len(turns) - answers, len(wrong) - untrained
+    rest = sum(t.is_trained for row in sample_rows(run, ANSWER_FORMATS) for t in row.turns) - answers
     finding = Finding(
         "pass",
-        f"{len(answers) - len(untrained)} of {len(answers)} answers are trained in full, "
-        f"{len(others) - len(unmasked)} of {len(others)} other texts are masked"
-        + (f"; {rest} other answers are too short to compare, cut, or rewritten by the template" if rest else ""),
-        limit="all",
-        values={"answers": len(answers), "untrained": len(untrained), "others": len(others), "unmasked": len(unmasked)},
-    )
-    if not untrained and not unmasked:
+        f"{answers - untrained} of {answers} answers are trained in full, {others - unmasked} of {others} other texts "
+        f"are masked; {len(template)} of {len(rows)} rows train on what the template writes between them"
+        + (f"; {rest} other answers are cut, rewritten by the template, or could be at several places" if rest else ""),
+        limit="all; none",
+        values={
+            "answers": answers, "untrained": untrained, "others": others, "unmasked": unmasked,
+            "rows": len(rows), "template": len(template),
+        },
+    )  # fmt: skip
+    if not wrong and not template:
         return finding
-    row, turn, _ = [*untrained, *unmasked][0]
-    shares = len(untrained) / len(answers), len(unmasked) / max(1, len(others))
-    roles = [" and ".join(sorted({t.turn.role for t in wrong})) for wrong in (untrained, unmasked)]
+    row = wrong[0][0] if wrong else template[0]
+    shares = untrained / answers, unmasked / max(1, others), len(template) / len(rows)
+    cause = _find_shift(rows)
+    if wrong:
+        cause = cause or _describe_mask(*shares[:2], [(row.row.turns[turn].role, side) for row, turn, side in wrong])
+        part = row.wrong_texts[wrong[0][1]]
+        cause += f", such as {part.text.strip()[:60]!r} ({part.kind} of {row.row.turns[part.turn].role})"
+    else:
+        cause = f"{cause}: it" if cause else "the mask"
+        cause += f" trains on what the chat template writes {_describe_template(run, row)}"
     return replace(
         finding,
         status="fail" if max(shares) > MAX_WRONG else "warn",
-        cause=f"{_describe_mask(*shares, *roles)}, such as {turn.text.strip()[:60]!r} of {turn.role}",
-        source=f"{row.origin} (data.train_on {run.config.data.train_on})",
-        next_step=inspect_command(run, row.origin),
+        cause=cause,
+        source=f"{row.row.origin} (data.train_on {run.config.data.train_on})",
+        next_step=inspect_command(run, row.row.origin),
     )
 
 
-def compare_turns(run: Run) -> list[ComparedTurn]:
-    """The texts of rows that are not cut, and whether each is on the wrong side of the mask."""
-    turns = []
-    for row in sample_rows(run, ANSWER_FORMATS):
-        if is_cut(run, row) or not row.documents[0].trained:
-            continue
-        whole, trained, masked = _split_text(run, row.documents[0])
-        for turn in row.turns:
-            text = _squeeze(decode(run, run.tokenizer.encode(turn.text.strip())))
-            if text and text in whole:
-                is_wrong = text not in (trained if turn.is_trained else masked)
-                turns.append((len(text), ComparedTurn(row, turn, is_wrong)))
-    # A short text is often in another one.
-    long = [turn for length, turn in turns if length >= MIN_TEXT]
-    return long if any(turn.turn.is_trained for turn in long) else [turn for _, turn in turns]
+def compare_rows(run: Run) -> list[ComparedMask]:
+    """The masks of rows that are not cut, and those that they should have."""
+    template = read_template(run)
+    rows = [row for row in sample_rows(run, ANSWER_FORMATS) if not is_cut(run, row) and row.documents[0].trained]
+    return [compare_mask(run, row, template) for row in rows]
 
 
-def _split_text(run: Run, document: Document) -> tuple[str, str, str]:
-    """The text without spaces: all of it, what is trained, and what is masked. NUL stands for what is left out."""
-    ids, labels, ranges = document.ids, document.labels, document.trained
-    # Nothing predicts the first token. It belongs to what follows it.
-    trained = [np.concatenate((ids[:1] if start == 0 else ids[:0], labels[start:end])) for start, end in ranges]
-    # With the first trained token, which may have begun in the prompt.
-    starts, ends = [0, *(end + 1 for _, end in ranges)], [*(start + 2 for start, _ in ranges), len(ids)]
-    masked = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
-    texts = ["\0".join(_squeeze(decode(run, part)) for part in parts) for parts in ([ids], trained, masked)]
-    return texts[0], texts[1], texts[2]
-
-
-def _describe_mask(untrained: float, unmasked: float, untrained_roles: str, unmasked_roles: str) -> str:
+def _describe_mask(untrained: float, unmasked: float, sides: Sequence[tuple[str, bool]]) -> str:
+    """`sides`: the roles of the texts that are wrong, and whether they should be trained."""
+    untrained_roles, unmasked_roles = (
+        " and ".join(sorted({role for role, is_trained in sides if is_trained == side})) for side in (True, False)
+    )
     if untrained > 0.5 and unmasked > 0.5:
         return "the mask is inverted: questions are trained and answers are masked"
     if untrained and unmasked:
@@ -123,31 +110,69 @@ def _describe_mask(untrained: float, unmasked: float, untrained_roles: str, unma
     return f"{unmasked:.0%} of the texts that should be masked are trained, those of {unmasked_roles}"
 
 
+def _describe_template(run: Run, row: ComparedMask) -> str:
+    tokens = row.trained_template
+    owner, following = row.owners[tokens[0]], tokens[tokens - np.arange(len(tokens)) == tokens[0]]
+    kind = row.parts[owner].kind if owner >= 0 else None
+    place = {"header": "before an answer", "end": "after a message that is masked"}.get(str(kind), "between messages")
+    return f"{place}, such as {decode(run, row.row.documents[0].ids[following])[:60]!r}"
+
+
+def _find_shift(rows: Sequence[ComparedMask]) -> str | None:
+    """How the mask is shifted, if moving its edges by a token corrects nearly all rows that are wrong."""
+    wrong = [row for row in rows if len(row.find_wrong(row.mask))]
+    for words in _move_edges(wrong[0].mask) if wrong else ():
+        if sum(row.is_right(_move_edges(row.mask)[words]) for row in wrong) >= (1 - MAX_WRONG) * len(wrong):
+            return f"the mask {words}"
+    return None
+
+
+def _move_edges(mask: np.ndarray) -> dict[str, np.ndarray]:
+    """What a mask should be if it is shifted in one of these ways. Nothing shows what was after the last token."""
+    previous, following = np.append(False, mask[:-1]), np.append(mask[1:], mask[-1])
+    return {
+        "begins one token late": mask | following,
+        "begins one token early": mask & previous,
+        "ends one token late": mask & following,
+        "ends one token early": mask | previous,
+        "begins and ends one token late": following,
+        "begins and ends one token early": previous,
+    }
+
+
+EndKind = Literal["trained", "masked", "missing", "earlier"]
+WRONG_ENDS: tuple[EndKind, ...] = ("masked", "missing", "earlier")
+
+
 class RowEnd(NamedTuple):
-    """How a row ends: with an end token that is trained, or masked, or with none; and its last trained tokens."""
+    """How a row ends: with an end token that is trained, or masked, or with none; and its last trained tokens.
+
+    `earlier`: with one that is trained, but that of an earlier answer is masked."""
 
     row: SampledRow
-    kind: Literal["trained", "masked", "missing"]
+    kind: EndKind
     token: int
     trained: frozenset[int]
 
 
 def check_end_of_turn(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    _require_right_labels(diagnosis)
+    diagnosis.require("label_shift", "loss_mask")
     ends = measure_ends(run)
     if not ends:
         raise SkipCheck("no row that is looked at should end with an end token")
     kinds = Counter(end.kind for end in ends)
+    right = kinds["trained"] + kinds["earlier"]
     finding = Finding(
         "pass",
-        f"{kinds['trained']} of {len(ends)} rows end with a trained {_names(run, ends, 'trained') or 'end token'}",
+        f"{right} of {len(ends)} rows end with a trained {_names(run, ends, 'trained') or 'end token'}; in "
+        f"{kinds['earlier']} of them that of an earlier answer is masked",
         limit=f"{1 - MAX_WRONG:.0%}",
-        values={"rows": len(ends), "masked": kinds["masked"], "missing": kinds["missing"]},
+        values={"rows": len(ends), **{kind: kinds[kind] for kind in WRONG_ENDS}},
     )
-    if kinds["masked"] + kinds["missing"] <= MAX_WRONG * len(ends):
+    if len(ends) - kinds["trained"] <= MAX_WRONG * len(ends):
         return finding
-    kind: Literal["masked", "missing"] = "masked" if kinds["masked"] >= kinds["missing"] else "missing"
+    kind = max(WRONG_ENDS, key=lambda each: kinds[each])
     row = next(end.row for end in ends if end.kind == kind)
     is_template = row.row_format in CHAT_FORMATS
     if kind == "missing" and is_template and run.tokenizer.unknown_template_tokens:
@@ -157,8 +182,10 @@ def check_end_of_turn(diagnosis: Diagnosis) -> Finding:
     if kind == "masked":
         cause = f"{_names(run, ends, 'masked')} ends {kinds['masked']} rows, but is masked (label -100)"
         cause += "; it is also the pad token, whose labels some tools mask" if is_pad else ""
+    elif kind == "earlier":
+        cause = f"{_names(run, ends, 'earlier')} is masked (label -100) after all answers but the last one"
     advice = "unmask it in labels; "
-    if is_template:
+    if is_template and kind != "earlier":
         advice = "let the chat template write the end token with the answer, not with the message after it; "
     return replace(
         finding,
@@ -172,7 +199,7 @@ def check_end_of_turn(diagnosis: Diagnosis) -> Finding:
 
 def measure_ends(run: Run) -> list[RowEnd]:
     """How rows end: those with an answer at the end of what is trained, whole texts, and token ids with an eos."""
-    ends = []
+    ends, template = [], read_template(run)
     for row in sample_rows(run, ROW_FORMATS):
         trained = [turn for turn in row.turns if turn.is_trained]
         is_text, is_tokens = row.row_format in TEXT_FORMATS, row.row_format == "tokens"
@@ -180,8 +207,13 @@ def measure_ends(run: Run) -> list[RowEnd]:
         if is_whole and (is_text or is_tokens or (trained and trained[-1].role == "assistant")):
             end = _find_end(run, row)
             # Ids may be a part of a text.
-            if end is not None and not (is_tokens and end.kind == "missing"):
-                ends.append(end)
+            if end is None or (is_tokens and end.kind == "missing"):
+                continue
+            if end.kind == "trained" and len(trained) > 1:
+                compared = compare_mask(run, row, template)
+                masked = [int(row.documents[0].ids[at]) for at in compared.ends if not compared.mask[at]]
+                end = end._replace(kind="earlier", token=masked[0]) if masked else end
+            ends.append(end)
     return ends
 
 
@@ -207,7 +239,7 @@ def _find_end(run: Run, row: SampledRow) -> RowEnd | None:
 
 def check_stop_tokens(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    _require_right_labels(diagnosis)
+    diagnosis.require("label_shift", "loss_mask")
     ends = [end for end in measure_ends(run) if end.kind == "trained"]
     if not ends:
         raise SkipCheck("no row ends with a trained end token: see end_of_turn")
@@ -224,10 +256,15 @@ def check_stop_tokens(diagnosis: Diagnosis) -> Finding:
         return finding
     row, token = missing[0].row, missing[0].token
     cause = f"generation does not stop at {name_token(run, token)}, so the model writes on after its answer"
-    next_step = "make it the eos_token in tokenizer_config.json, or add it to eos_token_id in generation_config.json; "
-    if token not in run.tokenizer.hf.all_special_ids:
+    next_step = "make it the eos_token in tokenizer_config.json, or list it in additional_special_tokens there; "
+    added = run.tokenizer.hf.added_tokens_decoder.get(token)
+    if token in run.tokenizer.stop_ids:
+        next_step = "add it to eos_token_id in generation_config.json; "
+    elif added is None or not added.special:
         cause += "; for the tokenizer it is an ordinary token"
         next_step = "make it a special token ('special': true in tokenizer.json) and the eos_token; "
+    elif token not in run.tokenizer.hf.all_special_ids:
+        cause += "; it is a special token, but tokenizer_config.json does not name it"
     next_step += inspect_command(run, row.origin)
     source = f"{run.tokenizer.path}, {template_name(run)}"
     return replace(finding, status="fail", cause=cause, source=source, next_step=next_step)
@@ -244,14 +281,16 @@ def _saved_stop_ids(run: Run) -> set[int]:
 def check_prompt_boundary(diagnosis: Diagnosis) -> Finding:
     """For generation a prompt is tokenized alone. In training, a token may span its end and the start of the answer."""
     run = diagnosis.run
-    _require_right_labels(diagnosis)
+    diagnosis.require("label_shift", "loss_mask")
     rows, spanning = 0, list[SampledRow]()
     chat_prompt = generation_prompt(run)
     for row in sample_rows(run, ANSWER_FORMATS):
         is_text = isinstance(row.row.value.get("prompt"), str)
         prompt = row.turns[0].text if is_text else chat_prompt
-        first = next((turn for turn in row.turns if turn.is_trained), None)
-        if prompt and first and first.role == "assistant" and row.documents[0].trained and not is_cut(run, row):
+        first = next((number for number, turn in enumerate(row.turns) if turn.is_trained), 0)
+        # After the result of a call a template may write another prompt.
+        is_answer = [turn.role for turn in row.turns[max(0, first - 1) : first + 1]] == ["user", "assistant"]
+        if prompt and is_answer and row.documents[0].trained and not is_cut(run, row):
             rows += 1
             last_of_prompt = row.documents[0].ids[row.documents[0].trained[0][0]]
             if last_of_prompt != run.tokenizer.encode(prompt)[-1]:
@@ -347,20 +386,6 @@ def check_cut_answers(diagnosis: Diagnosis) -> Finding:
     )
 
 
-def _require_right_labels(diagnosis: Diagnosis) -> None:
-    """Raises SkipCheck if labels are wrong: then nothing can be said about where they start and end."""
-    for name, check in (("label_shift", check_label_shift), ("loss_mask", check_loss_mask)):
-        if _fails(check, diagnosis):
-            raise SkipCheck(f"the labels are wrong: see {name}")
-
-
-def _fails(check: Callable[[Diagnosis], Finding], diagnosis: Diagnosis) -> bool:
-    try:
-        return check(diagnosis).status == "fail"
-    except SkipCheck:
-        return False
-
-
 def _skip_spaces(run: Run, ids: np.ndarray) -> int:
     """The first token that is not a space, or -1."""
     return next((int(token) for token in ids if decode(run, [int(token)]).strip()), -1)
@@ -370,10 +395,6 @@ def _names(run: Run, ends: list[RowEnd], kind: str) -> str:
     """The end tokens, the most frequent first."""
     tokens = Counter(end.token for end in ends if end.kind == kind)
     return ", ".join(name_token(run, token) for token, _ in tokens.most_common())
-
-
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
 
 
 def check_pretokenized_mask(diagnosis: Diagnosis) -> Finding:

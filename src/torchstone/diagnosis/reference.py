@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchstone.diagnosis.batch_contents import NO_LABEL, Document
+from torchstone.data.formats import IGNORE_INDEX
+from torchstone.diagnosis.batch_contents import Document
 from torchstone.models.model import Model
 from torchstone.parallel.mesh import ParallelContext
 
@@ -60,7 +61,7 @@ class Reference:
             for variant, name in enumerate(VARIANTS):
                 labels = target_labels(document, name, self.pad_id)
                 sums[variant, number] = loss_sum(logits_TV, labels)
-                counts[variant, number] = int((labels != NO_LABEL).sum())
+                counts[variant, number] = int((labels != IGNORE_INDEX).sum())
 
         self._share(len(documents), compute)
         both = self.ctx.all_reduce_sum(torch.stack([sums, counts])).numpy()
@@ -74,7 +75,7 @@ class Reference:
 
         def compute(number: int) -> None:
             labels = target_labels(documents[number], variant, self.pad_id)
-            if weights[number] and (labels != NO_LABEL).any():
+            if weights[number] and (labels != IGNORE_INDEX).any():
                 loss = loss_sum(compute_logits(self.module, documents[number].ids, self.device), labels)
                 (loss * float(weights[number])).backward()
 
@@ -115,11 +116,11 @@ def target_labels(document: Document, variant: Variant, pad_id: int) -> np.ndarr
     if variant == "all tokens":
         return document._replace(labels=document.ids).shifted(1)
     labels = document.shifted(1)
-    return np.where(labels == pad_id, NO_LABEL, labels) if variant == "without pad id" else labels
+    return np.where(labels == pad_id, IGNORE_INDEX, labels) if variant == "without pad id" else labels
 
 
 def loss_sum(logits_TV: Tensor, labels: np.ndarray) -> Tensor:
     """The sum of -log p of the labels that are not -100."""
-    kept = torch.from_numpy(labels != NO_LABEL).to(logits_TV.device)
+    kept = torch.from_numpy(labels != IGNORE_INDEX).to(logits_TV.device)
     targets = torch.from_numpy(labels).to(logits_TV.device)[kept]
     return F.cross_entropy(logits_TV.float()[kept], targets, reduction="sum")

@@ -10,13 +10,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from torchstone.data.cache import LINES_PER_FILE, TokenCache
-from torchstone.data.collate import PADDING_DOC_ID, MicroBatch
 from torchstone.data.formats import IGNORE_INDEX, RowFormat
 from torchstone.data.loader import StepBatch
 from torchstone.data.samples import BestFitSamples, ConcatSamples, Samples, SequenceSamples, StreamSamples
@@ -30,6 +29,7 @@ from torchstone.data.sources import (
     read_chunks,
     size_on_disk,
 )
+from torchstone.diagnosis.batch_contents import FoundDocument, Place, read_micro_batches
 from torchstone.diagnosis.check import SkipCheck
 from torchstone.diagnosis.turns import Turn, read_turns
 from torchstone.training.run import Run
@@ -48,27 +48,13 @@ CachedSamples = SequenceSamples | StreamSamples | BestFitSamples
 
 
 @dataclass(frozen=True)
-class Document:
-    """Tokens that share no attention with others. `labels[t]` is what the loss expects after `ids[t]`, or -100."""
-
-    ids: np.ndarray
-    labels: np.ndarray
-
-    @property
-    def trained(self) -> list[tuple[int, int]]:
-        """The ranges [start, end) of labels without a -100 between them."""
-        edges = np.diff(np.concatenate(([0], self.labels != IGNORE_INDEX, [0])).astype(np.int8))
-        return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
-
-
-@dataclass(frozen=True)
 class SampledRow:
     """A row of a file, its texts, and its documents in order: one, unless the row was split."""
 
     row: Row
     cache: TokenCache
     turns: list[Turn]
-    documents: list[Document]
+    documents: list[FoundDocument]
 
     @property
     def origin(self) -> str:
@@ -114,28 +100,14 @@ def sample_sequences(
             yield cache, cache.origin(number), sequence.ids, sequence.labels
 
 
-def sample_step(run: Run) -> tuple[np.ndarray, StepBatch, list[Document]]:
+def sample_step(run: Run) -> tuple[np.ndarray, StepBatch, list[FoundDocument]]:
     """The first samples of the next step, the micro-batches that they become, and the documents of those."""
     sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, run.progress.samples)
     indices = sampler.take(min(MAX_ROWS, len(run.data.train)))
     ends = np.cumsum(run.data.train.lengths[indices])
     indices = indices[: max(1, int((ends <= MAX_STEP_TOKENS).sum()))]
     batch = run.data.step_batch(run.data.train, indices, run.progress.samples)
-    return indices, batch, [document for micro_batch in batch.micro_batches for document in read_documents(micro_batch)]
-
-
-def read_documents(batch: MicroBatch) -> list[Document]:
-    """The documents of a micro-batch, without padding."""
-    documents = []
-    tensors = (tensor.numpy() for tensor in (batch.ids, batch.labels, batch.doc_ids))
-    for ids, labels, doc_ids in zip(*tensors, strict=True):
-        edges = [0, *(np.flatnonzero(np.diff(doc_ids)) + 1).tolist(), len(doc_ids)]
-        documents += [
-            Document(ids[start:end], labels[start:end])
-            for start, end in pairwise(edges)
-            if doc_ids[start] != PADDING_DOC_ID
-        ]
-    return documents
+    return indices, batch, read_micro_batches(batch.micro_batches, 0)[0]
 
 
 def is_cut(run: Run, row: SampledRow) -> bool:
@@ -213,16 +185,16 @@ def _parse_some(chunk: Chunk, cache: TokenCache, count: int) -> list[Row]:
     return [row for part in parts for row in parse_rows(part, cache.source.columns) if isinstance(row, Row)]
 
 
-def _collated(run: Run, sample: int) -> list[Document]:
+def _collated(run: Run, sample: int) -> list[FoundDocument]:
     """The documents of a sample, as a micro-batch of its own has them."""
     batch = run.data.step_batch(run.data.train, np.array([sample]), sample)
-    return [document for micro_batch in batch.micro_batches for document in read_documents(micro_batch)]
+    return read_micro_batches(batch.micro_batches, 0)[0]
 
 
-def _cached(cache: TokenCache, number: int) -> Document:
+def _cached(cache: TokenCache, number: int) -> FoundDocument:
     """Packed text is cut somewhere else, so its labels are those that it would have alone."""
     ids = cache.sequence(number).ids
-    return Document(ids, np.append(ids[1:], IGNORE_INDEX))
+    return FoundDocument(Place(0, 0, 0, 0), ids, np.append(ids[1:], IGNORE_INDEX), np.arange(len(ids)))
 
 
 def _spread(values: np.ndarray, count: int) -> np.ndarray:

@@ -6,6 +6,8 @@ row reader. It knows the rules of docs/data.md only.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,16 @@ from torchstone.data.formats import SHAREGPT_CALLS, SHAREGPT_ROLES, TEXT_FORMATS
 
 @dataclass(frozen=True)
 class Turn:
-    """A text of a row: who says it, and whether it should be trained on. A row of text is a single one."""
+    """A message of a row: who says it, and whether it should be trained on. A row of text is a single one.
+
+    Templates write `reasoning` before its text, and `calls` after it: names of functions, keys and texts of arguments.
+    """
 
     role: str
     text: str
     is_trained: bool
+    reasoning: str = ""
+    calls: tuple[str, ...] = ()
 
 
 def read_turns(row_format: RowFormat, value: dict[str, Any], train_on: str) -> list[Turn]:
@@ -46,7 +53,7 @@ def read_turns(row_format: RowFormat, value: dict[str, Any], train_on: str) -> l
         flag = next((message[name] for name in flags if message.get(name) is not None), None)
         if flag is not None:
             is_chosen = bool(flag) and (is_chosen or not (is_all or unmask))
-        turns.append(Turn(message["role"], _read_text(message), is_chosen))
+        turns.append(_read_turn(message, is_chosen))
     return turns
 
 
@@ -71,17 +78,46 @@ def _read_messages(row_format: RowFormat, value: dict[str, Any]) -> list[dict[st
 def _rename(message: dict[str, Any]) -> dict[str, Any]:
     if "role" in message:
         return message
-    # Calls are rendered from their JSON, so their text is not compared.
-    text = "" if message["from"] in SHAREGPT_CALLS else message["value"]
-    return {**message, "role": SHAREGPT_ROLES[message["from"]], "content": text}
+    renamed = {**message, "role": SHAREGPT_ROLES[message["from"]], "content": message["value"]}
+    if message["from"] in SHAREGPT_CALLS:
+        calls = json.loads(message["value"]) if isinstance(message["value"], str) else message["value"]
+        renamed |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return renamed
 
 
-def _read_text(message: dict[str, Any]) -> str:
-    """The content, after its reasoning: templates drop the reasoning of earlier turns. Of a call alone, its name."""
-    content = message.get("content")
+def _read_turn(message: dict[str, Any], is_trained: bool) -> Turn:
+    """Of a call without a content, its name is the text."""
+    content, functions = message.get("content"), message.get("tool_calls") or []
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content)
-    if not content and message.get("tool_calls"):
-        call = message["tool_calls"][0]
-        content = (call.get("function") or call).get("name")
-    return (content or "").rpartition("</think>")[2]
+    if not functions and message.get("function_call"):
+        functions = [message["function_call"]]
+    # Templates drop the reasoning of earlier turns, so it is a text of its own.
+    reasoning, _, text = (content or "").rpartition("</think>")
+    reasoning = reasoning.partition("<think>")[2] or reasoning
+    reasoning = next(
+        (message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), reasoning
+    )
+    calls = [text for function in functions for text in _read_call(function.get("function") or function)]
+    if not text and calls:
+        text = calls.pop(0)
+    return Turn(message["role"], text, is_trained, reasoning, tuple(calls))
+
+
+def _read_call(function: dict[str, Any]) -> Iterator[str]:
+    arguments = function.get("arguments")
+    yield function.get("name") or ""
+    yield from _read_strings(json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
+
+
+def _read_strings(value: Any) -> Iterator[str]:
+    """The keys and texts in JSON, in order. Numbers are written in several ways."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _read_strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _read_strings(inner)
