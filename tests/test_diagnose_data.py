@@ -730,6 +730,15 @@ class TestRows:
         rows = [{"instruction": row["messages"][-2]["content"], "output": "Yes."} for row in conversations()]
         assert_fault(build(rows), "answers", "warn", "ignore the question", source="rows.jsonl:1; data.columns")
 
+    def test_roles_that_are_swapped_are_found(self, build: Callable[..., Run]) -> None:
+        swapped = {"user": "assistant", "assistant": "user"}
+        rows = conversations()
+        for row in rows:
+            row["messages"] = [m | {"role": swapped.get(m["role"], m["role"])} for m in row["messages"]]
+        finding = diagnose(build(rows))["roles"]
+        assert (finding.status, finding.values["begin"]) == ("fail", finding.values["rows"])
+        assert "user and assistant are swapped" in str(finding.cause)
+
     def test_answers_from_the_column_of_the_questions_are_found(self, build: Callable[..., Run]) -> None:
         rows = [{"q": row["messages"][-2]["content"], "a": "Yes."} for row in conversations()]
         run = build(rows, data__columns="instruction=q,output=q")

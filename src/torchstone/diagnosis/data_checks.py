@@ -24,6 +24,7 @@ from torchstone.diagnosis.row_checks import (
     check_dropped_rows,
     check_duplicates,
     check_garbled_text,
+    check_roles,
     check_validation_leak,
 )
 from torchstone.diagnosis.tokenizer_checks import (
@@ -175,6 +176,12 @@ DATA_CHECKS: tuple[Check, ...] = (
         "answers differ from each other, and from their questions",
         "The model learns one answer, or to repeat the question.",
         check_answers,
+    ),
+    Check(
+        "roles", "data", "critical",
+        "conversations begin with a question and end with an answer",
+        "The model learns to ask instead of to answer.",
+        check_roles,
     ),
     Check(
         "validation_leak", "data", "critical",

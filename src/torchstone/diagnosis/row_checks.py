@@ -33,7 +33,7 @@ MAX_COPIES, MANY_COPIES = 0.1, 0.5
 MAX_LEAKED, MANY_LEAKED = 0.01, 0.1
 MAX_DROPPED, MANY_DROPPED = 0.05, 0.5
 MAX_GARBLED, MANY_GARBLED = 0.05, 0.25
-MAX_REPEATING = MAX_ESCAPED = 0.5
+MAX_REPEATING = MAX_ESCAPED = MAX_SWAPPED = 0.5
 SHOWN_BAD_ROWS = 3
 # Short texts, such as lines, occur again by accident, and so does anything among few rows.
 MIN_TEXT_TOKENS, MIN_ROWS = 32, 8
@@ -101,6 +101,34 @@ def check_answers(diagnosis: Diagnosis) -> Finding:
         source=f"{row.origin}; data.columns",
         next_step=inspect_command(diagnosis.run, row.origin),
     )
+
+
+def check_roles(diagnosis: Diagnosis) -> Finding:
+    """Conversations that begin with an answer and end with a question come from columns or names that are swapped."""
+    run = diagnosis.run
+    if "user" in run.config.data.train_on:
+        raise SkipCheck("data.train_on trains the texts of the user")
+    rows = [(row.origin, [t.role for t in row.turns if t.role != "system"]) for row in sample_rows(run, CHAT_FORMATS)]
+    begins = [origin for origin, roles in rows if roles[:1] == ["assistant"]]
+    ends = [origin for origin, roles in rows if roles[-1:] == ["user"]]
+    finding = Finding(
+        "pass",
+        f"{len(begins)} of {len(rows)} conversations begin with the assistant, {len(ends)} end with the user",
+        limit=f"{MAX_SWAPPED:.0%}",
+        values={"rows": len(rows), "begin": len(begins), "end": len(ends)},
+    )
+    if max(len(begins), len(ends)) <= MAX_SWAPPED * len(rows):
+        return finding
+    is_swapped = min(len(begins), len(ends)) > MAX_SWAPPED * len(rows)
+    return replace(
+        finding,
+        status="fail" if is_swapped else "warn",
+        cause="user and assistant are swapped: questions are trained, and answers are masked" if is_swapped
+        else "most conversations begin with an answer to nothing" if begins
+        else "most conversations end with a question, which is never answered",
+        source=f"{(begins or ends)[0]}; data.columns",
+        next_step=inspect_command(run, (begins or ends)[0]),
+    )  # fmt: skip
 
 
 def check_validation_leak(diagnosis: Diagnosis) -> Finding:
