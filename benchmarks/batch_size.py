@@ -3,10 +3,10 @@
     python benchmarks/batch_size.py --depth 12 20 26 32
     python benchmarks/batch_size.py --depth 2 --width 64 --length 64 --tokens 4096 --memory-limit 24MiB --device cpu
 
-For each depth it prints one JSON line: the size that is found, the seconds (compiling included) and the steps that ran
-out of memory on the way; the largest size that fits, by bisection; and the tokens per second of real steps
-of the run with 1, 2, 4, 8, ... rows, with the size that was found and with the largest. `--steps` is the number of
-steps that are then trained at the size that was found, all of them on rows of the full length.
+For each depth it prints one JSON line: the size that is found, the seconds and the steps that ran out of memory on the
+way; the largest size that fits, by bisection; and the tokens per second of real steps of the run with 1, 2, 4, 8, ...
+rows, with the size that was found and with the largest. `--steps` is the number of steps that are then trained at the
+size that was found, of two micro-batches on rows of the full length.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._dynamo.utils import calculate_time_spent
 from train import write_tokenizer, write_tokens
 
 from torchstone.batchsize.auto import Discovery
 from torchstone.batchsize.probe import RunProbe
 from torchstone.config.load import load_config
+from torchstone.data.loader import StepBatch
 from torchstone.observe.console import Console
 from torchstone.optim.adamw import AdamW
 from torchstone.training.checks import free_device_memory
@@ -33,7 +36,8 @@ from torchstone.training.run import Run
 from torchstone.training.setup import build_run, select_device
 from torchstone.training.step import compute_gradients, optimizer_step
 
-TIMED_STEPS, WARMUP_STEPS = 3, 2
+# Micro-steps before the time is taken; then steps for at least this long.
+WARMUP_STEPS, MIN_STEPS, MIN_SECONDS = 3, 1, 3.0
 VOCABULARY = 50304
 
 
@@ -62,22 +66,23 @@ def main() -> None:
 
 def measure(depth: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     run = make_run(depth, options, folder)
-    start = time.perf_counter()
+    start, compiling = time.perf_counter(), calculate_time_spent()["total_wall_time"]
     discovery = Discovery(run)
     found = discovery.find()
     seconds, probe = time.perf_counter() - start, RunProbe(run)
+    compiling = calculate_time_spent()["total_wall_time"] - compiling
     largest = bisect_largest(probe, found)
     sizes = sorted({1, 8, found, largest} | {2**n for n in range(12) if 2**n <= largest})
     speeds = {size: tokens_per_second(run, size) for size in sizes if size <= largest}
     best = max(speeds.values())
     line = {
         "depth": depth, "parameters": run.model.parameter_count, "found": found, "largest": largest,
-        "seconds": seconds, "out_of_memory": discovery.probe.oom_count, "tok_s": speeds,
+        "seconds": seconds, "of_them_compiling": compiling, "out_of_memory": discovery.probe.oom_count, "tok_s": speeds,
         "found_to_best": speeds[found] / best, "found_to_8": speeds[found] / speeds[8] if 8 in speeds else None,
         "peak_gib": peak_gib(run),
     }  # fmt: skip
     if options.steps:
-        tokens_per_second(run, found, options.steps)
+        train_steps(run, found, options.steps)
         line["steps_at_found"] = options.steps
     return line
 
@@ -104,25 +109,40 @@ def bisect_largest(probe: RunProbe, found: int) -> int:
     return largest
 
 
-def tokens_per_second(run: Run, size: int, steps: int = TIMED_STEPS) -> float:
-    """Of the run's own steps, with micro-batches of `size` rows. Weights change, which no figure here depends on."""
+def tokens_per_second(run: Run, size: int) -> float:
+    """Of whole steps of the run, with micro-batches of `size` rows. Weights change, which no figure here depends on."""
+    batch = prepare(run, size)
+    take_step(run, replace(batch, micro_batches=batch.micro_batches[:1]), WARMUP_STEPS)
+    synchronize(run)
+    start, steps = time.perf_counter(), 0
+    while steps < MIN_STEPS or time.perf_counter() - start < MIN_SECONDS:
+        take_step(run, batch)
+        steps += 1
+        synchronize(run)
+    return steps * batch.tokens / (time.perf_counter() - start)
+
+
+def train_steps(run: Run, size: int, steps: int) -> None:
+    """Steps of at most two micro-batches, all of them of full rows: what takes the most memory."""
+    batch = prepare(run, size)
+    take_step(run, replace(batch, micro_batches=batch.micro_batches[:2]), steps)
+    synchronize(run)
+
+
+def prepare(run: Run, size: int) -> StepBatch:
+    """A step of the run with such micro-batches. Nothing is compiled yet."""
     run.data.set_micro_batch(size, run.ctx.dims.dp)
     torch.compiler.reset()
     run.model.train()
-    total, is_cuda = WARMUP_STEPS + steps, run.device.type == "cuda"
-    samples = total * run.data.batch_sizes.global_batch_size
-    tokens, start = 0, 0.0
-    for number, batch in enumerate(run.data.batches(run.config, 0, samples, pin_memory=is_cuda), 1):
-        result = compute_gradients(run.runner, batch, number)
-        assert isinstance(run.optimizer, AdamW)
-        optimizer_step(run.runner, run.optimizer, result, number, 1e-5, 1.0)
-        if number == WARMUP_STEPS:
-            synchronize(run)
-            start = time.perf_counter()
-        elif number > WARMUP_STEPS:
-            tokens += batch.tokens
-    synchronize(run)
-    return tokens / (time.perf_counter() - start)
+    samples = run.data.batch_sizes.global_batch_size
+    return next(iter(run.data.batches(run.config, 0, samples, pin_memory=run.device.type == "cuda")))
+
+
+def take_step(run: Run, batch: StepBatch, times: int = 1) -> None:
+    assert isinstance(run.optimizer, AdamW)
+    for step in range(1, times + 1):
+        result = compute_gradients(run.runner, batch, step)
+        optimizer_step(run.runner, run.optimizer, result, step, 1e-5, 1.0)
 
 
 def synchronize(run: Run) -> None:

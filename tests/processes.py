@@ -6,7 +6,6 @@ A child starts in a few hundredths of a second, so a test can kill a training ru
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import traceback
@@ -18,6 +17,7 @@ import torch
 
 from torchstone import api
 from torchstone.config import load_config
+from torchstone.testing import forkserver_context
 from torchstone.training.run import Callback, Run
 
 TIMEOUT = 120
@@ -67,9 +67,7 @@ def train(overrides: dict[str, Any], callbacks: tuple[Callback, ...] = ()) -> No
 
 def run(target: Callable[..., None], *arguments: Any) -> int:
     """Runs `target` in a child process and returns its exit code, negative for a signal. A hang is an error."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_guarded, args=(target, *arguments))
+    process = forkserver_context(PRELOADED).Process(target=_guarded, args=(target, *arguments))
     process.start()
     process.join(TIMEOUT)
     if process.is_alive():

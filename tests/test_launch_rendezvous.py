@@ -5,7 +5,6 @@ Real launchers meet through torch's rendezvous; the workers are small scripts. t
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -30,6 +29,7 @@ from torchstone.launch import rendezvous
 from torchstone.launch.local import run_workers
 from torchstone.launch.nodes import Nodes
 from torchstone.launch.plan import LaunchPlan
+from torchstone.testing import forkserver_context
 
 # Seconds within which anything below ends on a busy machine.
 LIMIT = 120
@@ -56,8 +56,7 @@ class Launchers:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
+        self.context = forkserver_context(PRELOADED)
         self.processes: list[BaseProcess] = []
 
     def start(

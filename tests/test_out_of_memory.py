@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -213,6 +214,8 @@ class LimitMemory(Callback):
 
     def on_step_begin(self, run: Run, step: int) -> None:
         if step == 1:
+            # It starts autograd's threads, whose stacks would count.
+            torch.ones(1, requires_grad=True).sum().backward()
             limit = psutil.Process().memory_info().vms + self.size
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 

@@ -77,12 +77,12 @@ def make_peft(folder: Path, adapter: Path) -> PeftModel:
     return model.eval()
 
 
-def load_quantized(folder: Path, adapter: Path, kind: str) -> Model:
+def load_quantized(folder: Path, adapter: Path, kind: str, device: torch.device = CPU) -> Model:
     info, tensors = read_base_model_info(folder), open_peft_adapter(folder, adapter)
     plan = LoraPlan(
         frozenset(), tensors, "base", "", tensors.adapter, tensors.frozen, 0, frozenset(info.linears), f"{kind}/float32"
     )  # fmt: skip
-    return load_model(folder, CPU, tuning=plan)
+    return load_model(folder, device, tuning=plan)
 
 
 @pytest.mark.parametrize("kind", KINDS)

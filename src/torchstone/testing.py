@@ -30,10 +30,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -266,8 +268,7 @@ def _launch(
     __tracebackhide__ = True
     if world_size < 1:
         raise UsageError(f"world_size is {world_size}", "use 1 or more")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
+    context = forkserver_context([*PRELOAD, *preload])
     # Served by this process, so that it outlives every rank.
     store = host_store(HOST, 0)
     with tempfile.TemporaryDirectory(prefix="torchstone-ranks-") as folder:
@@ -292,6 +293,16 @@ def _launch(
         if has_hung:
             raise RankFailure(_describe_hang(ranks, timeout))
         return _results(ranks)
+
+
+def forkserver_context(preload: Sequence[str]) -> ForkServerContext:
+    """Starts the forkserver if there is none yet. It sees no GPU: a package that looks for one when it is imported, as
+    bitsandbytes does, would break CUDA in every process that is forked later."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
+    return context
 
 
 def _pickle_call(call: functools.partial[Any]) -> bytes:

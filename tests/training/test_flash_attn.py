@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -292,7 +294,10 @@ class TestPackages:
         """flash-attn 2.8 brings a folder flash_attn/cute whose dependencies it does not install."""
         write_package(tmp_path / "flash_attn/cute/interface.py", "import nowhere")
         write_package(tmp_path / "flash_attn/flash_attn_interface.py", "def flash_attn_varlen_func(): ...")
-        if distribution is not None:
+        if distribution is None:
+            # Also where it is installed.
+            monkeypatch.setattr(attention, "version", Mock(side_effect=PackageNotFoundError))
+        else:
             (tmp_path / distribution).mkdir()
             (tmp_path / distribution / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
         monkeypatch.syspath_prepend(tmp_path)

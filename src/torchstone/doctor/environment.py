@@ -107,6 +107,9 @@ def gpu_versions() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
+    if package == "torch":
+        # With its build, which the package's own metadata may leave out: 2.11.0+cu130.
+        return torch.__version__
     try:
         return version(package)
     except PackageNotFoundError:
