@@ -4,7 +4,7 @@
     python benchmarks/batch_size.py --depth 2 --width 64 --length 64 --tokens 4096 --memory-limit 24MiB --device cpu
 
 For each depth it prints one JSON line: the size that is found, the seconds and the steps that ran out of memory on the
-way; the largest size that fits, by bisection; and the tokens per second of real steps of the run with 1, 2, 4, 8, ...
+way; the largest size that fits, by bisection; and the tokens per second of real steps of the run with 1, 8, 16, 32, ...
 rows, with the size that was found and with the largest. `--steps` is the number of steps that are then trained at the
 size that was found, of two micro-batches on rows of the full length.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -22,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._dynamo.utils import calculate_time_spent
+from torch._dynamo.callback import on_compile_end, on_compile_start
 from train import write_tokenizer, write_tokens
 
 from torchstone.batchsize.auto import Discovery
@@ -66,14 +67,18 @@ def main() -> None:
 
 def measure(depth: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     run = make_run(depth, options, folder)
-    start, compiling = time.perf_counter(), calculate_time_spent()["total_wall_time"]
+    clock, start = CompileClock(), time.perf_counter()
     discovery = Discovery(run)
     found = discovery.find()
-    seconds, probe = time.perf_counter() - start, RunProbe(run)
-    compiling = calculate_time_spent()["total_wall_time"] - compiling
+    seconds, compiling, probe = time.perf_counter() - start, clock.seconds, RunProbe(run)
+    log(f"depth {depth}: found {found} in {seconds:.1f} s, {compiling:.1f} s of them compiling")
     largest = bisect_largest(probe, found)
-    sizes = sorted({1, 8, found, largest} | {2**n for n in range(12) if 2**n <= largest})
-    speeds = {size: tokens_per_second(run, size) for size in sizes if size <= largest}
+    log(f"depth {depth}: {largest} is the largest that fits")
+    speeds = {}
+    for size in sorted({1, found, largest} | {2**n for n in range(3, 12)}):
+        if size <= largest:
+            speeds[size] = tokens_per_second(run, size)
+            log(f"depth {depth}: {speeds[size]:,.0f} tokens/s with {size} rows")
     best = max(speeds.values())
     line = {
         "depth": depth, "parameters": run.model.parameter_count, "found": found, "largest": largest,
@@ -85,6 +90,19 @@ def measure(depth: int, options: argparse.Namespace, folder: str) -> dict[str, A
         train_steps(run, found, options.steps)
         line["steps_at_found"] = options.steps
     return line
+
+
+class CompileClock:
+    """Seconds that torch.compile takes from now on, until it is reset."""
+
+    def __init__(self) -> None:
+        self.seconds = self._start = 0.0
+        on_compile_start(lambda _: setattr(self, "_start", time.perf_counter()))
+        on_compile_end(lambda _: setattr(self, "seconds", self.seconds + time.perf_counter() - self._start))
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def make_run(depth: int, options: argparse.Namespace, folder: str) -> Run:

@@ -33,7 +33,7 @@ from torchstone.observe.metrics import read_metrics
 from torchstone.testing import launch_procs
 from torchstone.training import checks
 from torchstone.tuning.plan import LoraPlan
-from torchstone.tuning.quantize import QuantizedLinear, dequantize, quantize, quantize_linears
+from torchstone.tuning.quantize import BaseQuantization, QuantizedLinear, dequantize, quantize, quantize_linears
 from tuned import make_fallback, open_peft_adapter, train_on_rank
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -77,10 +77,11 @@ def make_peft(folder: Path, adapter: Path) -> PeftModel:
     return model.eval()
 
 
-def load_quantized(folder: Path, adapter: Path, kind: str, device: torch.device = CPU) -> Model:
+def load_quantized(folder: Path, adapter: Path, kind: Any, device: torch.device = CPU) -> Model:
     info, tensors = read_base_model_info(folder), open_peft_adapter(folder, adapter)
     plan = LoraPlan(
-        frozenset(), tensors, "base", "", tensors.adapter, tensors.frozen, 0, frozenset(info.linears), f"{kind}/float32"
+        frozenset(), tensors, "base", "", tensors.adapter, tensors.frozen, 0, frozenset(info.linears),
+        BaseQuantization(kind, torch.float32, device.type),
     )  # fmt: skip
     return load_model(folder, device, tuning=plan)
 
@@ -100,7 +101,7 @@ def test_a_bias_is_added_before_rounding(kind: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 48, dtype=torch.bfloat16))
     weight = torch.randn(48, 64, generator=generator).bfloat16()
-    quantize_linears(module, {"0"}, kind, torch.bfloat16)
+    quantize_linears(module, {"0"}, BaseQuantization(kind, torch.bfloat16, "cpu"))
     (linear,) = module
     assert isinstance(linear, QuantizedLinear)
     linear.load(weight)
@@ -175,6 +176,7 @@ class TestRuns:
         assert adapter["verified"]
         merged = api.export(checkpoint, tmp_path / "merged", merge=True)
         assert merged["verified"]
+        assert merged["warnings"] == []
         folder = quantized_folder(base_run, "nf4", tmp_path / "dequantized")
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         expected = logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter").eval())
@@ -183,6 +185,19 @@ class TestRuns:
         base = AutoModelForCausalLM.from_pretrained(base_run, dtype=torch.float32)
         other = logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter").eval())
         assert (other - expected).abs().max() > 1e-3
+
+    def test_what_a_gpu_has_quantized_is_merged_on_a_cpu_with_a_warning(
+        self, lora_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Rounding differs. An adapter that was exported before has the record, too."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(BaseQuantization, "__str__", lambda self: f"{self.name}/cuda")
+        checkpoint = api.train(overrides=lora_settings(training__max_steps=1)).checkpoint
+        assert checkpoint is not None
+        api.export(checkpoint, tmp_path / "adapter")
+        for number, source in enumerate([checkpoint, tmp_path / "adapter"]):
+            (warning,) = api.export(source, tmp_path / f"merged-{number}", merge=True)["warnings"]
+            assert "trained on weights in nf4 that a GPU had rounded" in warning
 
     def test_resume_is_exact(self, lora_settings: Settings) -> None:
         def values(name: str) -> dict[str, Any]:

@@ -878,7 +878,7 @@ def _trained_text(model: Model, precision: str) -> str:
     kinds = ", ".join(f"{kind} {_millions(count)}" for kind, count in counts.items())
     frozen = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
     if isinstance(model.tuning, LoraPlan) and model.tuning.base_quantization is not None:
-        frozen = f"{frozen}, the linears of the blocks in {model.tuning.base_quantization.partition('/')[0]}"
+        frozen = f"{frozen}, the linears of the blocks in {model.tuning.base_quantization.kind}"
     return (
         f"{_millions(sum(counts.values()))} parameters in {PRECISION_TEXTS[precision]}: {kinds}; of the model's "
         f"{_millions(model.parameter_count)}, what is frozen is in {frozen}"

@@ -18,7 +18,7 @@ from test_quantized_base import dequantized, load_quantized, make_peft
 from tiny_families import make_model
 from torchstone import api
 from torchstone.observe.metrics import read_metrics
-from torchstone.tuning.quantize import Quantization, dequantize, quantize
+from torchstone.tuning.quantize import BaseQuantization, Quantization, dequantize, quantize
 
 Settings = Callable[..., dict[str, Any]]
 KINDS = get_args(Quantization)
@@ -29,14 +29,18 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_siz
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(48, 96), (256, 1024), (7, 33)])
-def test_values_are_those_of_bitsandbytes_and_of_a_cpu(kind: Any, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """A run quantizes on the GPU, and an export quantizes the same weights again on a CPU."""
+@pytest.mark.parametrize("shape", [(48, 96), (2048, 2048), (7, 33)])
+def test_values_are_those_of_bitsandbytes(kind: Any, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     ours = dequantize(kind, quantize(kind, weight.to(GPU)), shape, dtype)
     tolerance = {torch.float32: 2e-3, torch.bfloat16: 8e-3}[dtype] if kind == "int8" else 0
     torch.testing.assert_close(ours, dequantized(kind, weight.to(GPU)), rtol=tolerance, atol=0)
-    assert torch.equal(ours.cpu(), dequantize(kind, quantize(kind, weight), shape, dtype))
+    # What an export of such a run merges into, to the last bit.
+    assert torch.equal(BaseQuantization(kind, dtype, "cuda").round_trip(weight), ours.cpu())
+    on_cpu = BaseQuantization(kind, dtype, "cpu").round_trip(weight)
+    changed = ((ours.cpu() - on_cpu).abs() > 1e-2 * on_cpu.abs()).float().mean().item()
+    print(f"{kind} {dtype} {shape}: {changed:.1e} of the values are others on a CPU")
+    assert changed < 1e-3
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from torchstone.models.tensors import TensorSource
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE
 from torchstone.training.tuning import ADAPTER_NAME, new_adapter, osft_ranks, saved_parameters, with_tied_head
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
-from torchstone.tuning.quantize import format_quantization
+from torchstone.tuning.quantize import BaseQuantization
 
 # The keys of a config.json that the rough estimate of a model in the fallback needs.
 SIZE_KEYS = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -155,9 +155,10 @@ def _plan_tuning(
         open_adapter(resolve_model_folder(path), names, shapes, linears, name)
         for name, path in (tuning.frozen_adapters or {}).items()
     )
-    quantization, quantized = None, frozenset[str]()
+    quantization: BaseQuantization | None = None
+    quantized = frozenset[str]()
     if tuning.quantize_base != "none":
-        quantization = format_quantization(tuning.quantize_base, COMPUTE_DTYPE[config.training.precision])
+        quantization = BaseQuantization(tuning.quantize_base, COMPUTE_DTYPE[config.training.precision], "cuda")
         quantized = frozenset(linear for linear in linears if f"{linear}.weight" not in saved)
     return LoraPlan(
         with_tied_head(saved, model), None, *base, adapter, frozen, quantized=quantized, base_quantization=quantization

@@ -42,6 +42,7 @@ from torchstone.tuning.lora import (
     parameter_name,
     split_parameter_name,
 )
+from torchstone.tuning.quantize import BaseQuantization
 
 CONFIG_FILE, WEIGHTS_FILE, STATE_FILE = "adapter_config.json", "adapter_model.safetensors", "state.json"
 PREFIX = "base_model.model."
@@ -129,6 +130,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def recorded_quantization(folder: Path) -> BaseQuantization | None:
+    """How the linears were quantized that the adapter of a folder was trained on."""
+    if shard_files(folder, WEIGHTS):
+        return BaseQuantization.parse(read_json_or_empty(folder / STATE_FILE).get("base_quantization"))
+    return BaseQuantization.parse(open_tensor_file(folder / WEIGHTS_FILE).metadata.get(QUANTIZATION))
+
+
 def base_name(config: dict[str, Any]) -> str | None:
     """The base model of an adapter_config.json: a folder, or a name on the hub with its revision."""
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -178,7 +186,7 @@ def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> tuple[
         linears |= {part: LoraSpec(ranks[part], scale) for part in parts}
     saved = {name: tensor for name, tensor in tensors.items() if name not in factors}
     state = read_json_or_empty(folder / STATE_FILE)
-    recorded = (state.get("base_fingerprint"), state.get("base_quantization"))
+    recorded = (state.get("base_fingerprint"), recorded_quantization(folder))
     adapter = AdapterTensors(_adapter_of(config, adapter_name, linears), factors, saved, base_name(config), *recorded)
     return adapter, state.get("frozen_adapters") or []
 
@@ -241,7 +249,7 @@ def _read_adapter(
     if unknown or wrong or not factors:
         problem = "has no factors" if not factors else "does not fit the model"
         raise CheckpointError(f"{folder}: the adapter {problem}", list_names(unknown=unknown, shape=wrong) or None)
-    recorded = (file.metadata.get(BASE), file.metadata.get(QUANTIZATION))
+    recorded = (file.metadata.get(BASE), recorded_quantization(folder))
     adapter = AdapterTensors(_adapter_of(config, adapter_name, linears), factors, saved, base_name(config), *recorded)
     return adapter, json.loads(file.metadata.get(FROZEN, "[]"))
 
@@ -313,7 +321,7 @@ def write_adapter(
     if tensors.base_fingerprint is not None:
         metadata[BASE] = tensors.base_fingerprint
     if tensors.base_quantization is not None:
-        metadata[QUANTIZATION] = tensors.base_quantization
+        metadata[QUANTIZATION] = str(tensors.base_quantization)
     if tensors.frozen:
         metadata[FROZEN] = json.dumps([each.adapter.name for each in tensors.frozen])
         warnings += write_frozen_adapters(folder, tensors.frozen, names, is_tied, average)

@@ -27,6 +27,7 @@ from torchstone.checkpoint.adapter_folder import (
     WEIGHTS_FILE,
     is_adapter_folder,
     open_adapter,
+    recorded_quantization,
     write_adapter,
 )
 from torchstone.checkpoint.load import base_folder, is_tuned_folder, read_state, resolve_model_folder, tokenizer_files
@@ -130,6 +131,7 @@ def export_model(
         "bytes": sum(file.stat().st_size for file in weight_file_paths(target)),
         "verified": verify,
         "max_logit_difference": difference,
+        "warnings": _quantization_warnings(folder),
     } | _merge_report(merge_errors)
 
 
@@ -163,6 +165,17 @@ def _merge_report(errors: dict[str, float]) -> dict[str, Any]:
         return {}
     worst = max(errors, key=errors.__getitem__)
     return {"merge_error": errors[worst], "merge_error_in": worst.removeprefix("hf.")}
+
+
+def _quantization_warnings(folder: Path) -> list[str]:
+    """If this machine cannot quantize as the run did whose adapter was merged."""
+    quantization = recorded_quantization(folder) if is_adapter_folder(folder) else None
+    if quantization is None or quantization.is_reproducible():
+        return []
+    return [
+        f"the adapter was trained on weights in {quantization.kind} that a GPU had rounded; a CPU, as here, rounds a "
+        "few of them otherwise: merge it on a machine with a GPU to get exactly the model that was trained"
+    ]
 
 
 def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, trust_remote_code: bool) -> dict[str, Any]:

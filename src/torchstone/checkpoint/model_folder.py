@@ -68,7 +68,7 @@ from torchstone.parallel.local_shards import local_shards
 from torchstone.tuning.lora import AdapterTensors, MergedTensors, is_adapter_parameter
 from torchstone.tuning.osft import MergedOsft
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
-from torchstone.tuning.quantize import DequantizedTensors, parse_quantization, quantize_loaded
+from torchstone.tuning.quantize import DequantizedTensors, quantize_loaded
 
 # Keys of older files that are still read, and keys that tools leave behind.
 LEGACY_KEYS = ("rope_scaling", "rope_theta", "torch_dtype", "dtype", "partial_rotary_factor", "transformers_version")
@@ -221,7 +221,7 @@ def _add_adapters(module: FallbackModule, tuning: TuningPlan, dtype: torch.dtype
         if tuning.is_saved(name) or name not in base:
             source.read_into(name, parameter.data, (0,) * parameter.dim())
     if isinstance(tuning, LoraPlan) and tuning.base_quantization is not None:
-        quantize_loaded(module, tuning.quantized, *parse_quantization(tuning.base_quantization))
+        quantize_loaded(module, tuning.quantized, tuning.base_quantization)
     tuning.freeze(module)
 
 
@@ -370,7 +370,7 @@ def as_trained(base: TensorSource, tensors: AdapterTensors, shapes: Shapes, line
     were."""
     if tensors.base_quantization is None:
         return base
-    return DequantizedTensors(base, linears, shapes, *parse_quantization(tensors.base_quantization))
+    return DequantizedTensors(base, linears, shapes, tensors.base_quantization)
 
 
 def block_linears(shapes: Shapes) -> list[str]:

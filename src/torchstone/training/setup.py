@@ -109,7 +109,7 @@ def build_run(
     # A launcher has prepared the data, which has printed these lines.
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
-    tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint, execution)
+    tuning = None if model_folder is None else plan_tuning(config, model_folder, checkpoint, execution, device)
     heartbeat.report_phase("opening the data")
     data = open_data(config, tokenizer, data_console, ctx, pad_to_buckets=device.type == "cuda")
     identity = run_identity(config, data)
@@ -181,6 +181,7 @@ def _model_folder(config: Config, checkpoint: Path | None, ctx: ParallelContext,
 
 def _checkpoint_info(config: Config, runner: Runner, data: RunData, model_folder: Path | None) -> dict[str, Any]:
     model = runner.model
+    quantization = getattr(model.tuning, "base_quantization", None)
     return {
         "version": __version__,
         "torch": torch.__version__,
@@ -199,7 +200,7 @@ def _checkpoint_info(config: Config, runner: Runner, data: RunData, model_folder
         if model.tuning is None
         else {
             "base_fingerprint": model.tuning.base_fingerprint,
-            "base_quantization": getattr(model.tuning, "base_quantization", None),
+            "base_quantization": quantization and str(quantization),
             "frozen_adapters": [tensors.adapter.name for tensors in getattr(model.tuning, "frozen", ())],
         }
     )

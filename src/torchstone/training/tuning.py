@@ -36,19 +36,22 @@ from torchstone.tuning.osft import (
     with_low_vectors,
 )
 from torchstone.tuning.plan import LoraPlan, OsftPlan, TuningPlan
-from torchstone.tuning.quantize import check_quantization, format_quantization
+from torchstone.tuning.quantize import BaseQuantization, check_quantization
 from torchstone.tuning.targets import match_modules
 
 ADAPTER_NAME = "default"
 MAX_ADAPTER_NAME = 100
 
 
-def plan_tuning(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> TuningPlan | None:
+def plan_tuning(
+    config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions, device: torch.device
+) -> TuningPlan | None:
     """What a run trains; None for everything. `base`: the folder of model.path; `checkpoint`: what the run resumes."""
     if config.tuning.method == "full":
         return None
-    plan = _plan_lora if config.tuning.method == "lora" else _plan_osft
-    return plan(config, base, checkpoint, execution)
+    if config.tuning.method == "lora":
+        return _plan_lora(config, base, checkpoint, execution, device)
+    return _plan_osft(config, base, checkpoint, execution)
 
 
 def tuning_notes(config: Config, base: Path) -> list[str]:
@@ -61,7 +64,9 @@ def tuning_notes(config: Config, base: Path) -> list[str]:
     return notes
 
 
-def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions) -> LoraPlan:
+def _plan_lora(
+    config: Config, base: Path, checkpoint: Path | None, execution: ExecutionOptions, device: torch.device
+) -> LoraPlan:
     tuning = config.tuning
     if is_adapter_folder(base):
         raise UsageError(
@@ -85,10 +90,11 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
         tensors = open_adapter(continued, model.names, model.shapes, model.linears, ADAPTER_NAME)
         check_base(tensors.base_fingerprint, model.fingerprint, continued, base)
         adapter, saved = tensors.adapter, frozenset(tensors.saved)
-    quantization, quantized = None, frozenset[str]()
+    quantization: BaseQuantization | None = None
+    quantized = frozenset[str]()
     if tuning.quantize_base != "none":
         check_quantization()
-        quantization = format_quantization(tuning.quantize_base, COMPUTE_DTYPE[config.training.precision])
+        quantization = BaseQuantization(tuning.quantize_base, COMPUTE_DTYPE[config.training.precision], device.type)
         quantized = frozenset(linear for linear in model.linears if f"{linear}.weight" not in saved)
     frozen = () if tensors is None else tensors.frozen
     if checkpoint is None:
@@ -102,17 +108,19 @@ def _plan_lora(config: Config, base: Path, checkpoint: Path | None, execution: E
     )  # fmt: skip
 
 
-def _check_quantization(adapters: Sequence[AdapterTensors], quantization: str | None) -> tuple[str, ...]:
+def _check_quantization(adapters: Sequence[AdapterTensors], quantization: BaseQuantization | None) -> tuple[str, ...]:
     """Raises if an adapter was trained with other quantized weights. PEFT does not record how; returns warnings."""
+    now = None if quantization is None else quantization.name
     for each in adapters:
-        if each.base_fingerprint is not None and each.base_quantization != quantization:
+        before = None if each.base_quantization is None else each.base_quantization.name
+        if each.base_fingerprint is not None and before != now:
             raise UsageError(
-                f"the linears of the adapter's model were quantized as {each.base_quantization}, now {quantization}",
+                f"the linears of the adapter's model were quantized as {before}, now {now}",
                 "use the same --tuning.quantize_base and --training.precision",
             )
     if quantization is None or all(each.base_fingerprint is not None for each in adapters):
         return ()
-    return (f"PEFT does not record whether an adapter was trained on quantized weights; here they are {quantization}",)
+    return (f"PEFT does not record whether an adapter was trained on quantized weights; here they are {now}",)
 
 
 def _open_frozen_adapters(tuning: TuningConfig, model: BaseModelInfo, base: Path) -> tuple[AdapterTensors, ...]:

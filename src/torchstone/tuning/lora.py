@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from torchstone.errors import UsageError
 from torchstone.models.tensors import NamedTensors, TensorSource
+from torchstone.tuning.quantize import BaseQuantization
 
 ADAPTERS, LORA_A, LORA_B, MAGNITUDE = "adapters", "lora_A", "lora_B", "magnitude"
 
@@ -62,8 +63,8 @@ class AdapterTensors:
     # The base model as adapter_config.json names it, and its fingerprint. An adapter of PEFT has no fingerprint.
     base: str | None = None
     base_fingerprint: str | None = None
-    # How the linears of the base were quantized, and the dtype that was computed in, such as nf4/bfloat16.
-    base_quantization: str | None = None
+    # How the linears of the base were quantized.
+    base_quantization: BaseQuantization | None = None
     # The frozen adapters that were active when this one was trained.
     frozen: tuple[AdapterTensors, ...] = ()
 

@@ -24,7 +24,7 @@ from torchstone.tuning.lora import (
     split_parameter_name,
 )
 from torchstone.tuning.osft import OSFT_Z, InitialOsft, VectorSource, add_osft
-from torchstone.tuning.quantize import DequantizedTensors, parse_quantization, quantize_linears
+from torchstone.tuning.quantize import BaseQuantization, DequantizedTensors, quantize_linears
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -116,9 +116,9 @@ class LoraPlan(TuningPlan):
     adapter: LoraAdapter
     frozen: tuple[AdapterTensors, ...] = ()
     seed: int = 0
-    # The linears that are kept in fewer bits, and how they are quantized (see `format_quantization`).
+    # The linears that are kept in fewer bits, and how they are quantized.
     quantized: frozenset[str] = frozenset()
-    base_quantization: str | None = None
+    base_quantization: BaseQuantization | None = None
     warnings: tuple[str, ...] = ()
 
     def add_to(self, module: nn.Module) -> None:
@@ -130,12 +130,12 @@ class LoraPlan(TuningPlan):
         if tp == 1:
             fuse_lora(decoder)
         if self.base_quantization is not None:
-            quantize_linears(decoder, self.quantized, *parse_quantization(self.base_quantization))
+            quantize_linears(decoder, self.quantized, self.base_quantization)
 
     def initial_factors(self, base: TensorSource, shapes: Shapes) -> TensorSource:
         if self.base_quantization is not None:
             # DoRA's first magnitudes are the row norms of the weights that are multiplied.
-            base = DequantizedTensors(base, self.quantized, shapes, *parse_quantization(self.base_quantization))
+            base = DequantizedTensors(base, self.quantized, shapes, self.base_quantization)
         return InitialFactors(base, shapes, self.seed, self.frozen)
 
     def trains_factor(self, name: str) -> bool:

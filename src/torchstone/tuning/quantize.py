@@ -14,6 +14,7 @@ one: adapters are merged into that, not into the weights of the files.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal, cast, get_args
@@ -32,17 +33,45 @@ BLOCK, SCALE_BLOCK = 64, 256
 INT8_MAX = 127
 
 
-def format_quantization(quantization: str, dtype: torch.dtype) -> str:
-    """How weights are quantized, and the dtype that is computed in, for the files of an adapter: `nf4/bfloat16`."""
-    return f"{quantization}/{str(dtype).removeprefix('torch.')}"
+@dataclass(frozen=True)
+class BaseQuantization:
+    """How a run quantizes the linears of its model: from and to `dtype`, the one that is computed in.
 
+    `device`: the type of the device that quantizes. Rounding makes a few values of another device differ.
+    """
 
-def parse_quantization(text: str) -> tuple[Quantization, torch.dtype]:
-    quantization, _, name = text.partition("/")
-    dtype = getattr(torch, name, None)
-    if quantization not in get_args(Quantization) or not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"the adapter's base model is quantized in an unknown way: {text}")
-    return cast(Quantization, quantization), dtype
+    kind: Quantization
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def parse(cls, text: str | None) -> BaseQuantization | None:
+        """From the text in the files of an adapter."""
+        if text is None:
+            return None
+        kind, name, device = [*text.split("/"), "", "", ""][:3]
+        dtype = getattr(torch, name, None)
+        if kind not in get_args(Quantization) or not isinstance(dtype, torch.dtype) or device not in ("cpu", "cuda"):
+            raise CheckpointError(f"the adapter's base model is quantized in an unknown way: {text}")
+        return cls(cast(Quantization, kind), dtype, device)
+
+    def __str__(self) -> str:
+        """The text for the files of an adapter."""
+        return f"{self.name}/{self.device}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{str(self.dtype).removeprefix('torch.')}"
+
+    def is_reproducible(self) -> bool:
+        """Whether this machine has such a device."""
+        return self.device == "cpu" or torch.cuda.is_available()
+
+    def round_trip(self, weight: Tensor) -> Tensor:
+        """The values that a weight on the CPU has after it was quantized."""
+        weight = weight.to(self.device if self.is_reproducible() else "cpu", self.dtype)
+        rows, columns = weight.shape
+        return dequantize(self.kind, quantize(self.kind, weight), (rows, columns), self.dtype).cpu()
 
 
 def bytes_per_weight(quantization: str) -> float:
@@ -136,19 +165,16 @@ def dequantize(
     return blocks.flatten()[: shape[0] * shape[1]].view(shape)
 
 
-def quantize_linears(module: nn.Module, names: Collection[str], quantization: Quantization, dtype: torch.dtype) -> None:
-    """Replaces the weights of the linears of `module` that `names` has, in place; `load` fills them.
-
-    `dtype`: the one that is computed in.
-    """
+def quantize_linears(module: nn.Module, names: Collection[str], quantization: BaseQuantization) -> None:
+    """Replaces the weights of the linears of `module` that `names` has, in place; `load` fills them."""
     for name, linear in list(module.named_modules()):
         if name in names:
             assert isinstance(linear, nn.Linear), name
             shape, device = (linear.out_features, linear.in_features), linear.weight.device
             del linear.weight
             linear.__class__ = _quantized_class(linear.__class__)
-            linear.quantization, linear.shape, linear.dtype = quantization, shape, dtype
-            for number, part in enumerate(_empty_parts(quantization, shape, device)):
+            linear.quantization, linear.shape, linear.dtype = quantization.kind, shape, quantization.dtype
+            for number, part in enumerate(_empty_parts(quantization.kind, shape, device)):
                 linear.register_buffer(f"part_{number}", part, persistent=False)
 
 
@@ -177,10 +203,10 @@ def _empty_parts(quantization: Quantization, shape: tuple[int, int], device: tor
 
 
 @torch.no_grad()
-def quantize_loaded(module: nn.Module, names: Collection[str], quantization: Quantization, dtype: torch.dtype) -> None:
+def quantize_loaded(module: nn.Module, names: Collection[str], quantization: BaseQuantization) -> None:
     """Quantizes linears that have their weights."""
-    weights = {name: linear.weight.to(dtype) for name, linear in module.named_modules() if name in names}
-    quantize_linears(module, names, quantization, dtype)
+    weights = {name: linear.weight.to(quantization.dtype) for name, linear in module.named_modules() if name in names}
+    quantize_linears(module, names, quantization)
     for name, weight in weights.items():
         module.get_submodule(name).load(weight)
 
@@ -193,12 +219,11 @@ class DequantizedTensors:
         base: TensorSource,
         linears: Collection[str],
         shapes: Mapping[str, Sequence[int]],
-        quantization: Quantization,
-        dtype: torch.dtype,
+        quantization: BaseQuantization,
     ) -> None:
-        """`dtype` is the one that the run computed in. `shapes` are those of the base's parameters."""
+        """`shapes` are those of the base's parameters."""
         self.base, self.linears, self.shapes = base, frozenset(linears), shapes
-        self.quantization, self.dtype = quantization, dtype
+        self.quantization = quantization
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.shapes[name])
@@ -207,8 +232,7 @@ class DequantizedTensors:
         if name.removesuffix(".weight") not in self.linears:
             self.base.read_into(name, target, offset)
             return
-        weight = torch.empty(tuple(self.shapes[name]), dtype=self.dtype)
+        weight = torch.empty(tuple(self.shapes[name]), dtype=self.quantization.dtype)
         self.base.read_into(name, weight, (0, 0))
-        rows, columns = self.shapes[name]
-        whole = dequantize(self.quantization, quantize(self.quantization, weight), (rows, columns), self.dtype)
+        whole = self.quantization.round_trip(weight)
         target.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
