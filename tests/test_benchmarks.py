@@ -83,6 +83,20 @@ def test_fp8_is_emulated_on_a_cpu() -> None:
     assert 0 < abs(fp8["worst_20"]) < 0.01
 
 
+@the_rest
+def test_the_default_run_beside_a_size_set_by_hand() -> None:
+    """The same tokens and losses."""
+    command = [sys.executable, str(HARNESS.parent / "default_run.py"), "--shape", "tiny", "--device", "cpu"]
+    command += ["--rows", "96", "--arm", "4096 tokens"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    defaults, by_hand = map(json.loads, result.stdout.splitlines())
+    assert (defaults["arm"], by_hand["steps"], by_hand["tokens"]) == ("defaults", 3, defaults["tokens"])
+    assert by_hand["last_loss"] == pytest.approx(defaults["last_loss"], rel=1e-5)
+    assert "attention: sdpa" in defaults["said"][0]
+
+
 def test_a_block_with_plain_and_fused_adapters(run_main: Command) -> None:
     sizes = "--rows 2 --length 24 --width 64 --mlp-width 96 --heads 4 --kv-heads 2 --rounds 1 --compile none"
     program = HARNESS.parent / "models/lora.py"
