@@ -578,6 +578,8 @@ class Commands:
             select_checks(CHECKS, names)
         resolved = self._resolve(config, preset)
         plan = plan_launch(options, resolved.system, os.environ)
+        if config is not None and (config / "checkpoints").is_dir() and not (as_json or _is_worker()):
+            _print_line(f"checking what {config} starts from; for its checkpoints: --model.path {config}")
         flags = [*(["--full"] if full else []), *([f"--only={only}"] if only else []), *(["--json"] if as_json else [])]
         if plan is not None:
             self._launch_diagnosis(resolved, plan, flags)
