@@ -185,7 +185,7 @@ def plan_for(folder: Path, ratio: float = 0.25, **settings: Any) -> OsftPlan:
     values = {"model.path": str(folder), "tuning.method": "osft", "tuning.unfreeze_rank_ratio": ratio}
     values |= {"tuning.osft_train_rest": True}
     config = load_config(overrides=values | {"data.path": "x", "output_dir": "x"} | settings)
-    plan = plan_tuning(config, folder, None, ExecutionOptions())
+    plan = plan_tuning(config, folder, None, ExecutionOptions(), torch.device("cpu"))
     assert isinstance(plan, OsftPlan)
     return plan
 
