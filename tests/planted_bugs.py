@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -26,10 +27,12 @@ from torchstone.models.decoder import Block
 from torchstone.models.model import Model
 from torchstone.models.rope import Rope
 from torchstone.optim import build
+from torchstone.optim.adamw import AdamW
 from torchstone.parallel import build as parallel_build
 from torchstone.parallel import fsdp, runner
 from torchstone.parallel.runner import Runner, micro_batch_loss
 from torchstone.training import loop, setup, step
+from torchstone.tuning.lora import LoraFactors
 
 Bug = Callable[[], AbstractContextManager[Any]]
 
@@ -301,6 +304,59 @@ def detached_layer() -> Any:
         return out.detach() if self.layer_idx == 1 else out
 
     return patch.object(decoder.Attention, "forward", forward)
+
+
+def detached_residual() -> Any:
+    """The forward pass is right, but no gradient passes the residual connection of attention."""
+
+    def forward(self: Block, x_BTD: Tensor, inputs: Any, kv_cache: Any = None) -> Tensor:
+        x_BTD = x_BTD.detach() + self.attention(self.attention_norm(x_BTD), inputs, kv_cache)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+    return patch.object(Block, "forward", forward)
+
+
+def only_the_first_batch_is_validated() -> Any:
+    original = RunData.validation_batches
+    return patch.object(RunData, "validation_batches", lambda *args: islice(original(*args), 1))
+
+
+def the_same_samples_in_every_step() -> Any:
+    original = RunData.batches
+
+    def batches(self: RunData, *args: Any, **kwargs: Any) -> Iterator[StepBatch]:
+        first = None
+        for batch in original(self, *args, **kwargs):
+            first = first or batch
+            yield first if batch.samples == first.samples else batch
+
+    return patch.object(RunData, "batches", batches)
+
+
+def adapters_scaled_by_a_quarter() -> Any:
+    original = LoraFactors.__init__
+
+    def init(self: LoraFactors, linear: Any, spec: Any, *args: Any) -> None:
+        original(self, linear, spec._replace(scale=spec.scale / 4), *args)
+
+    return patch.object(LoraFactors, "__init__", init)
+
+
+def dropout_never_drops() -> Any:
+    def train(self: Model, mode: bool = True) -> None:
+        for part in self.model_parts:
+            part.train(False)
+
+    return patch.object(Model, "train", train)
+
+
+def copies_of_norms_are_never_refreshed() -> Any:
+    def update_copies(self: AdamW) -> None:
+        for master, copy in self.copies.items():
+            if master.dim() > 1:
+                copy.copy_(master)
+
+    return patch.object(AdamW, "update_copies", torch.no_grad()(update_copies))
 
 
 def dropout_in_evaluation() -> Any:

@@ -15,6 +15,7 @@ from tiny import make_llama, write_rows
 from torchstone import api
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.corpus import chat_rows
+from torchstone.diagnosis.update_check import MAX_NORM
 from torchstone.optim import build
 from torchstone.optim.adamw import AdamW
 from torchstone.testing import launch_procs
@@ -67,6 +68,20 @@ def changed_group_of(optimizer: AdamW, key: str, value: Any) -> Iterator[None]:
         group[key] = each
 
 
+def clipped_apart(clip: Callable[[Tensor], Tensor]) -> Any:
+    """Every gradient by itself."""
+    original = AdamW.clip_and_step
+
+    def clip_and_step(self: AdamW, coefficient: Tensor) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = clip(parameter.grad)
+        original(self, torch.ones_like(coefficient))
+
+    return patch.object(AdamW, "clip_and_step", clip_and_step)
+
+
 @contextmanager
 def no_bias_correction() -> Iterator[None]:
     def without(self: AdamW, closure: Any = None) -> None:
@@ -112,6 +127,15 @@ BUGS: dict[str, tuple[Bug, str]] = {
     "no decay": (lambda: changed_group(weight_decay=lambda decay: 0.0), "weights do not decay"),
     "coupled decay": (coupled_decay, "weight decay is added to the gradient"),
     "bias correction": (no_bias_correction, "the moments are not corrected for their bias"),
+    "each tensor is clipped by itself": (
+        lambda: clipped_apart(lambda grad: grad * (MAX_NORM / grad.norm()).clamp(max=1.0)),
+        "each tensor is clipped by its own norm",
+    ),
+    "by value": (
+        lambda: clipped_apart(lambda grad: grad.clamp(-MAX_NORM, MAX_NORM)),
+        "are clipped by value, not by norm",
+    ),
+    "uphill": (lambda: changed_group(lr=lambda rate: -rate), "updates go uphill"),
     "not zeroed": (lambda: patch.object(AdamW, "zero_grad", lambda *_, **__: None), "they are never zeroed"),
     "forgotten": (tensors_that_are_not_in_the_optimizer, "does not move at all: the optimizer does not have it"),
 }
@@ -148,6 +172,7 @@ def test_a_wrong_update_is_found_and_named(name: str, values: dict[str, Any]) ->
         {"training.precision": "bf16"},
         {"training.precision": "bf16-pure"},
         {"tuning.method": "lora", "tuning.lora_plus_ratio": 16.0, "tuning.lora_dropout": 0.1},
+        {"tuning.method": "osft"},
         {"tuning.method": "osft", "tuning.osft_train_rest": True},
         {"optim.name": "muon"},
         {"optim.max_grad_norm": 0.0, "optim.eps": 1e-5, "optim.betas": [0.8, 0.99]},

@@ -29,6 +29,11 @@ class CheckedStep:
     indices: np.ndarray
     data: RunData
 
+    @property
+    def labelled(self) -> np.ndarray:
+        """The samples that have labels."""
+        return self.indices[self.data.train.loss_tokens[self.indices] > 0]
+
 
 def choose_step(run: Run, is_full: bool) -> CheckedStep:
     """The first samples that make two micro-steps and a part of a third on every rank, cut to what is computed soon;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from torchstone.diagnosis.adapter_checks import check_adapters
 from torchstone.diagnosis.check import Check
 from torchstone.diagnosis.data_checks import DATA_CHECKS
 from torchstone.diagnosis.finite_check import check_finite
 from torchstone.diagnosis.gradient_checks import check_frozen, check_gradients, check_reduction, check_replicas
 from torchstone.diagnosis.kernel_checks import check_attention_kernel, check_fused_loss, check_mixed_precision
 from torchstone.diagnosis.learning_checks import check_learning_rate, check_one_sample, check_small_batch
-from torchstone.diagnosis.loss_checks import check_contents, check_loss
+from torchstone.diagnosis.loss_checks import check_batch, check_loss
 from torchstone.diagnosis.model_checks import check_documents, check_evaluation, check_saved_model
 from torchstone.diagnosis.optimizer_checks import (
     check_dtypes,
@@ -33,11 +34,11 @@ CHECKS: tuple[Check, ...] = (
         "batch", "step", "critical",
         "every document of a step is in one micro-batch of one rank, with its labels shifted once",
         "The model is trained on other data than the sampler drew: samples are lost, repeated or mislabelled.",
-        check_contents,
+        check_batch,
     ),
     Check(
         "transformers", "model", "critical",
-        "the model computes what Transformers computes from the same folder",
+        "the model computes what Transformers computes from the same folder, forward and backward",
         "The model that you train is not the one that was pretrained, and what you save is not what others load.",
         check_transformers,
     ),
@@ -46,6 +47,12 @@ CHECKS: tuple[Check, ...] = (
         "the loss of a step is the sum of its token losses divided by its loss tokens",
         "Some tokens count more than others, so something else is optimized than you think.",
         check_loss,
+    ),
+    Check(
+        "adapters", "model", "critical",
+        "an adapter adds alpha / rank x B A x, with dropout only in training",
+        "The adapter does something else where it is loaded.",
+        check_adapters,
     ),
     Check(
         "documents", "model", "critical",
@@ -61,7 +68,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "dtypes", "optimizer", "critical",
-        "parameters, gradients and moments have the dtypes that training.precision promises",
+        "parameters, gradients and moments have the dtypes of training.precision; updated weights are computed with",
         "Small updates are lost to rounding.",
         check_dtypes,
     ),
@@ -109,13 +116,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "last_step", "step", "major",
-        "the last, partial step of an epoch has all remaining samples, and their loss",
+        "the steps of an epoch have one sample after another, and the last, partial one has all that are left",
         "Samples at the end of an epoch are lost, or count more or less than others.",
         check_last_step,
     ),
     Check(
         "evaluation", "model", "major",
-        "the validation loss is the same when it is computed again, and is the loss per token",
+        "the validation loss is that of all its rows per token, and the same when it is computed again",
         "Validation is noisy or wrong, and the wrong checkpoint counts as the best.",
         check_evaluation,
     ),
@@ -169,19 +176,19 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "learning_rate", "learning", "major",
-        "the learning rate is not far above the one at which the loss blows up",
+        "the learning rate is not far above the one at which the loss diverges",
         "The loss rises, or stays high.",
         check_learning_rate,
     ),
     Check(
         "one_sample", "learning", "critical",
-        "the model learns one sample by heart",
+        "the model overfits one sample",
         "Something between the loss and the weights is broken.",
         check_one_sample,
     ),
     Check(
         "small_batch", "learning", "critical",
-        "the model learns a few samples by heart",
+        "the model overfits a few samples",
         "Samples disturb each other, or too little is trained.",
         check_small_batch,
     ),

@@ -22,7 +22,8 @@ from torchstone.diagnosis.gradients import (
     total_norm,
 )
 from torchstone.diagnosis.hypotheses import Hypothesis, document_weights, list_hypotheses
-from torchstone.diagnosis.loss_checks import agreement, relative
+from torchstone.diagnosis.loss_checks import agreement
+from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
@@ -48,6 +49,8 @@ MIN_VALUES = 64
 
 
 def check_gradients(diagnosis: Diagnosis) -> Finding:
+    # Of a wrong loss, or of other documents, they cannot be right.
+    diagnosis.require("batch", "loss")
     weights = document_weights(diagnosis.contents, diagnosis.loss_sums)
     expected = diagnosis.reference.gradients(diagnosis.documents, weights)
     exact = diagnosis.exact
@@ -75,11 +78,6 @@ def check_gradients(diagnosis: Diagnosis) -> Finding:
 def _explain(diagnosis: Diagnosis, errors: list[GradientError]) -> tuple[str, str, str]:
     """The cause of wrong gradients, which are still in the exact run; where it comes from, and what to do."""
     contents, sums, exact = diagnosis.contents, diagnosis.loss_sums, diagnosis.exact
-    if contents.problem is not None:
-        return contents.problem, "the check batch says more", "repair the batch first"
-    failed_loss = diagnosis.failed.get("loss")
-    if failed_loss is not None and diagnosis.is_explained("loss"):
-        return f"{failed_loss.cause} (see loss)", str(failed_loss.source), str(failed_loss.next_step)
     if largest(errors).error <= EXACT_GRADIENT_LIMIT:
         return (
             "every gradient is right, but not the norm that clips them: some shards are counted twice or not at all",
@@ -105,8 +103,8 @@ def _explain(diagnosis: Diagnosis, errors: list[GradientError]) -> tuple[str, st
     what = f"only {off[0].name} is off{where}"
     if len(off) > 1:
         what = (
-            f"all that is off lies between {off[0].name} and {off[-1].name}{where}; errors of a backward pass spread "
-            "from the loss to the embedding, so it enters at the last of these"
+            f"gradients from {off[0].name} to {off[-1].name} are wrong{where}; look at the last one first, because "
+            "errors of a backward pass spread from the loss to the embedding"
         )
     return (
         f"no known mistake explains it; {what}",

@@ -12,6 +12,7 @@ from torchstone.data.encode import TokenSequence
 from torchstone.data.formats import IGNORE_INDEX
 from torchstone.diagnosis.batch_contents import Document
 from torchstone.diagnosis.check import SkipCheck
+from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.run import Run
 
@@ -19,7 +20,7 @@ from torchstone.training.run import Run
 LEAK_LIMIT = 1e-5
 MASKS = "data.packing, model.attention; models/attention.py: build_masks, parallel/runner.py: Runner._inputs"
 # Documents that share a row, and the tokens that are taken of each.
-PACKED_DOCUMENTS, PACKED_TOKENS = 4, 128
+PACKED_DOCUMENTS, PACKED_TOKENS, MIN_TOKENS = 4, 128, 8
 
 
 class Leak(NamedTuple):
@@ -42,7 +43,7 @@ class Leak(NamedTuple):
 
 
 def measure_leak(run: Run, documents: Sequence[np.ndarray]) -> Leak:
-    """`documents`: the ids of at least two, in rows of their own if rows are not packed. All ranks must call it."""
+    """`documents`: their ids, in rows of their own if rows are not packed. All ranks must call it."""
     vocabulary = min(run.tokenizer.size, run.model.vocab_size)
 
     def change(ids: np.ndarray) -> np.ndarray:
@@ -55,10 +56,10 @@ def measure_leak(run: Run, documents: Sequence[np.ndarray]) -> Leak:
     of_last, of_first = _loss(run, documents, last), _loss(run, documents, 0)
     of_half = _loss(run, documents, last, half)
     return Leak(
-        _change(_loss(run, [*map(change, others), own], last), of_last),
-        _change(_loss(run, [documents[0], *map(change, documents[1:])], 0), of_first),
-        _change(_loss(run, [*others, second_half_changed], last, half), of_half) if half > 1 else 0.0,
-        _change(_loss(run, [*others, first_changed], last), of_last),
+        relative(_loss(run, [*map(change, others), own], last), of_last),
+        relative(_loss(run, [documents[0], *map(change, documents[1:])], 0), of_first),
+        relative(_loss(run, [*others, second_half_changed], last, half), of_half) if half > 1 else 0.0,
+        relative(_loss(run, [*others, first_changed], last), of_last),
     )
 
 
@@ -83,25 +84,25 @@ def _loss(run: Run, documents: Sequence[np.ndarray], target: int, size: int | No
     return run.ctx.all_reduce_sum(loss).item()
 
 
-def _change(value: float, expected: float) -> float:
-    return abs(value - expected) / max(abs(expected), 1e-12) if np.isfinite(value) else float("inf")
-
-
 def short_documents(diagnosis: Diagnosis) -> list[Document]:
     """A few documents of the checked step with labels, cut to a row together."""
-    room = min(PACKED_TOKENS, diagnosis.config.data.context_length // PACKED_DOCUMENTS)
+    length = diagnosis.config.data.context_length
+    if length < MIN_TOKENS:
+        raise SkipCheck(f"rows of data.context_length {length} tokens are too short")
+    number = min(PACKED_DOCUMENTS, length // MIN_TOKENS)
+    room = min(PACKED_TOKENS, length // number)
     candidates = [
         document._replace(ids=document.ids[:room], labels=document.labels[:room])
         for document in diagnosis.documents
         if (document.labels[1:room] >= 0).any()
     ]
-    if len(candidates) < 2:
+    if len(candidates) < min(2, number):
         # The labels come late: train on all tokens, which is as good for a comparison.
         candidates = [
             document._replace(ids=document.ids[:room], labels=document.ids[:room])
             for document in diagnosis.documents
             if len(document.ids) > 1
         ]
-    if len(candidates) < 2:
-        raise SkipCheck("the data has less than two documents")
-    return candidates[:PACKED_DOCUMENTS]
+    if not candidates:
+        raise SkipCheck("every document has a single token")
+    return candidates[:number]

@@ -25,7 +25,8 @@ from torchstone.diagnosis.gradients import (
     take_gradients,
 )
 from torchstone.diagnosis.hypotheses import document_weights
-from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement, relative
+from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement
+from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.loss.chunked import chunked_loss_sum
 from torchstone.loss.fused import fused_loss_sum

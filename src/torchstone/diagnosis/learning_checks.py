@@ -23,15 +23,15 @@ from torchstone.training.step import compute_gradients, optimizer_step
 
 # The range test: from the first learning rate to the last, by this factor each step.
 FIRST_RATE, LAST_RATE, GROWTH = 1e-5, 10.0, 1.6
-# The loss blows up when it has lost half of what it gained, and this much, and this share of what it was.
+# The loss diverges when it has lost half of what it gained, and this much, and this share of what it was.
 LOST_GAIN, MIN_RISE, MIN_SHARE = 0.5, 0.1, 0.1
-# A learning rate this many times the one at which the loss blows up is no use; a smaller one is tried, for some steps.
+# A learning rate this many times the one at which the loss diverges is no use; a smaller one is tried, for some steps.
 TOO_LARGE, DIRECT_STEPS = 10.0, 12
-# Fine-tuning has rates down to a thousandth of it.
+# A warning below this share of it.
 TOO_SMALL = 1e-5
 # Memorizing: tokens of a sample, samples of the small batch, steps.
 MAX_TOKENS, MIN_TOKENS, SMALL_BATCH, MAX_STEPS, FULL_STEPS = 64, 24, 4, 100, 400
-# Learning rates that are tried, as shares of that at which the loss blows up.
+# Learning rates that are tried, as shares of that at which the loss diverges.
 RATE_SHARES, MAX_RATE = (0.1, 0.3, 0.03), 1e-2
 # By default, of each check.
 MAX_SECONDS = 30.0
@@ -72,43 +72,47 @@ FEW_SAMPLES = Goal(f"{SMALL_BATCH} samples", SMALL_BATCH, math.inf, 0.3)
 
 def check_learning_rate(diagnosis: Diagnosis) -> Finding:
     diagnosis.require("batch", "loss")
-    blow_up, configured = blow_up_rate(diagnosis), diagnosis.config.optim.learning_rate
-    values = {"learning_rate": configured, "blows_up_at": blow_up}
-    where = f"at {blow_up:.1e}" if math.isfinite(blow_up) else f"nowhere up to {LAST_RATE:g}"
-    text = f"optim.learning_rate is {configured:g}, and the loss blows up {where}"
-    if configured < blow_up:
+    configured = diagnosis.config.optim.learning_rate
+    if configured == 0:
+        raise SkipCheck("optim.learning_rate is 0")
+    divergence = divergence_rate(diagnosis)
+    values = {"learning_rate": configured, "diverges_at": divergence}
+    where = f"at {divergence:.1e}" if math.isfinite(divergence) else f"nowhere up to {LAST_RATE:g}"
+    text = f"optim.learning_rate is {configured:g}, and the loss diverges {where}"
+    if configured < divergence:
         finding = Finding("pass", text, f"below that, above {TOO_SMALL:g} of it", values=values)
-        if configured > TOO_SMALL * blow_up:
+        tried = min(divergence, LAST_RATE)
+        if configured > TOO_SMALL * tried:
             return finding
         return replace(
             finding,
             status="warn",
-            cause=f"the loss blows up at a learning rate {blow_up / configured:.0e} times as high: weights hardly move",
+            cause=f"weights hardly move: the loss does not diverge below {tried / configured:.0e} times this rate",
             source="optim.learning_rate",
-            next_step=f"try --optim.learning_rate {blow_up / 30:.0e}",
+            next_step=f"try --optim.learning_rate {tried / 30:.0e}",
         )
     losses = train_at(diagnosis, lambda _: configured, DIRECT_STEPS)
     is_bad = not losses[-1] < losses[0]
     text += f"; in {len(losses)} steps it goes from {losses[0]:.3f} to {losses[-1]:.3f}"
     return Finding(
-        "fail" if is_bad or configured > TOO_LARGE * blow_up else "warn", text, "below that",
-        f"the learning rate is {configured / blow_up:.0f} times the one at which the loss blows up",
-        "optim.learning_rate", f"try --optim.learning_rate {blow_up / 30:.0e}",
+        "fail" if is_bad or configured > TOO_LARGE * divergence else "warn", text, "below that",
+        f"the learning rate is {configured / divergence:.0f} times the one at which the loss diverges",
+        "optim.learning_rate", f"try --optim.learning_rate {divergence / 30:.0e}",
         values | {"first_loss": losses[0], "last_loss": losses[-1]},
     )  # fmt: skip
 
 
-def blow_up_rate(diagnosis: Diagnosis) -> float:
+def divergence_rate(diagnosis: Diagnosis) -> float:
     """The learning rate, rising from step to step on one small batch, at which the loss gets worse again."""
-    if diagnosis.blow_up_rate is None:
+    if diagnosis.divergence_rate is None:
         rates = list(_rates())
-        losses = train_at(diagnosis, rates.__getitem__, len(rates), has_blown_up)
+        losses = train_at(diagnosis, rates.__getitem__, len(rates), has_diverged)
         # A loss is that of the weights before its step, so the step before the last one was too large.
-        diagnosis.blow_up_rate = rates[max(0, len(losses) - 2)] if has_blown_up(losses) else math.inf
-    return diagnosis.blow_up_rate
+        diagnosis.divergence_rate = rates[max(0, len(losses) - 2)] if has_diverged(losses) else math.inf
+    return diagnosis.divergence_rate
 
 
-def has_blown_up(losses: list[float]) -> bool:
+def has_diverged(losses: list[float]) -> bool:
     first, lowest = losses[0], min(losses)
     return not losses[-1] <= lowest + max(LOST_GAIN * (first - lowest), MIN_RISE, MIN_SHARE * first)
 
@@ -152,14 +156,14 @@ def check_small_batch(diagnosis: Diagnosis) -> Finding:
 
 def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
     """Trains on a few samples until they are learned, at one learning rate after another; without --full, not long."""
-    diagnosis.require("batch", "loss")
+    diagnosis.require("batch", "loss", "update")
     data = small_data(diagnosis, goal.samples)
     targets = np.concatenate([each.shifted(1) for each in step_documents(data, range(len(data.train)))])
     lowest = lowest_loss(diagnosis, targets[targets >= 0])
     goal = replace(goal, lowest=lowest or 0.0)
     recorder = LossRecorder(goal, math.inf if diagnosis.is_full else MAX_SECONDS)
     losses, rate, is_late = list[float](), 0.0, False
-    for each in memorizing_rates(blow_up_rate(diagnosis)):
+    for each in memorizing_rates(divergence_rate(diagnosis)):
         attempt = _train(diagnosis, data, each, recorder)
         if not losses or attempt[-1] < losses[-1]:
             losses, rate = attempt, each
@@ -191,8 +195,8 @@ def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
     )  # fmt: skip
 
 
-def memorizing_rates(blow_up: float) -> list[float]:
-    return list(dict.fromkeys(min(MAX_RATE, share * blow_up) for share in RATE_SHARES))
+def memorizing_rates(divergence: float) -> list[float]:
+    return list(dict.fromkeys(min(MAX_RATE, share * divergence) for share in RATE_SHARES))
 
 
 def _train(diagnosis: Diagnosis, data: RunData, rate: float, recorder: LossRecorder) -> list[float]:
@@ -230,8 +234,7 @@ def small_data(diagnosis: Diagnosis, number: int) -> RunData:
     """The first samples with labels, cut to a few tokens, in steps that have all of them."""
     run = diagnosis.run
     room = MAX_TOKENS if diagnosis.is_full else min(MAX_TOKENS, max(MIN_TOKENS, step_tokens(run) // SMALL_BATCH))
-    labelled = diagnosis.step.indices[diagnosis.step.data.train.loss_tokens[diagnosis.step.indices] > 0]
-    samples = SelectedSamples(diagnosis.step.data.train, labelled[:number], room)
+    samples = SelectedSamples(diagnosis.step.data.train, diagnosis.step.labelled[:number], room)
     samples = SelectedSamples(samples, np.flatnonzero(samples.loss_tokens > 0))
     if not len(samples):
         raise SkipCheck(f"no sample has a label among {room} tokens")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from torchstone.data.loader import StepBatch
 from torchstone.diagnosis.check import Finding
 from torchstone.diagnosis.hypotheses import find_causes, list_hypotheses
 from torchstone.diagnosis.isolation import MASKS, find_leak
+from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.run import Run
@@ -19,7 +18,7 @@ from torchstone.training.step import compute_gradients
 EXACT_LIMIT = 1e-5
 
 
-def check_contents(diagnosis: Diagnosis) -> Finding:
+def check_batch(diagnosis: Diagnosis) -> Finding:
     contents = diagnosis.contents
     number, ranks = len(contents.expected), contents.ranks
     where = f"{ranks} ranks" if ranks > 1 else "1 rank"
@@ -40,10 +39,10 @@ def check_loss(diagnosis: Diagnosis) -> Finding:
     measured = losses[0]
     error = relative(measured, right)
     values = {"loss": measured, "expected": right, "error": error, "limit": EXACT_LIMIT}
-    text = f"loss {measured:.6f}, by definition {right:.6f}: they agree to {error:.1e}"
+    text = f"loss {measured:.6f}, expected {right:.6f}, relative error {error:.1e}"
     if error <= EXACT_LIMIT:
         return Finding("pass", text, f"{EXACT_LIMIT:g}", values=values)
-    text = f"loss {measured:.6f}, by definition {right:.6f}: off by {error:.1%}"
+    text = f"loss {measured:.6f}, expected {right:.6f}: off by {error:.1%}"
     explanation = explain_loss(diagnosis, losses)
     values["is_explained"] = float(explanation is not None)
     cause, source, next_step = explanation or _most_deviating_part(diagnosis)
@@ -90,7 +89,7 @@ def wrong_divisors(diagnosis: Diagnosis, batches: Sequence[StepBatch], ranks: in
 
     `batches`: the shares of this rank. All ranks must call it."""
     own = [(batch.loss_tokens, sum(each.get_counts().loss_tokens for each in batch.micro_batches)) for batch in batches]
-    # A rank of each data-parallel rank.
+    # Ranks that differ only in tp or pp report the same.
     shares = dict(diagnosis.ctx.all_gather_object((diagnosis.ctx.dp_rank, own)))
     counts = [pair for rank in sorted(shares) for pair in shares[rank]]
     right = int(diagnosis.loss_sums.counts["right"].sum())
@@ -141,7 +140,3 @@ def _sums_by_dp_rank(diagnosis: Diagnosis, own: float) -> list[float]:
     for dp_rank, value in diagnosis.ctx.all_gather_object((diagnosis.ctx.dp_rank, own)):
         totals[dp_rank] += value
     return totals
-
-
-def relative(value: float, expected: float) -> float:
-    return abs(value - expected) / max(abs(expected), 1e-12) if np.isfinite(value) else float("inf")

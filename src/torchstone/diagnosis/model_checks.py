@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_model
+from torchstone.diagnosis.batch_contents import step_documents
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.isolation import LEAK_LIMIT, MASKS, measure_leak, short_documents
-from torchstone.diagnosis.loss_checks import EXACT_LIMIT, measure_loss, relative
-from torchstone.diagnosis.reference import Reference
+from torchstone.diagnosis.loss_checks import EXACT_LIMIT, measure_loss
+from torchstone.diagnosis.reference import Reference, relative
 from torchstone.diagnosis.restore import restored
+from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.decoder import EMBEDDING, HEAD
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model, NativeModel
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import local_world_size
-from torchstone.training.step import compute_gradients, validation_loss
+from torchstone.training.loop import validate
+from torchstone.training.step import compute_gradients
 
 # Merging an adapter rounds its weights.
 MERGE_LIMIT = 1e-4
@@ -31,34 +35,45 @@ MAX_SAVED_BYTES = 4 * 2**30
 
 
 def check_evaluation(diagnosis: Diagnosis) -> Finding:
-    """Validation as the training loop calls it, in the middle of training."""
+    """Validation by the training loop, in the middle of training, on samples of which the last batch has fewer."""
     diagnosis.require("batch")
-    right, exact = diagnosis.loss_sums.loss, diagnosis.exact
-    exact.model.train()
-    losses = [validation_loss(exact.runner, [diagnosis.batch(exact)])[0] for _ in range(2)]
+    step, dp = diagnosis.step, diagnosis.ctx.dims.dp
+    held_out = SelectedSamples(step.data.train, step.labelled[: len(step.labelled) // 2 + 1])
+    size, rows = len(held_out) // 2 + 1, step.data.batch_sizes.micro_batch_rows
+    data = select_data(step.data, SelectedSamples(step.data.train, step.indices), size, rows, dp)
+    documents = step_documents(replace(data, train=held_out), range(len(held_out)))
+    right = diagnosis.reference.losses(documents).loss
+    with diagnosis.trial(diagnosis.exact, replace(data, validation={"": held_out}), {}) as trial:
+        trial.model.train()
+        losses = [validate(trial) for _ in range(2)]
     repeat, error = relative(losses[1], losses[0]), relative(losses[0], right)
     values = {"loss": losses[0], "again": losses[1], "expected": right, "error": error, "limit": EXACT_LIMIT}
-    text = f"loss {losses[0]:.6f} and again {losses[1]:.6f}, by definition {right:.6f}"
+    batches = -(-len(held_out) // size)
+    text = f"loss of {batches} batches {losses[0]:.6f} and again {losses[1]:.6f}, expected {right:.6f}"
     if max(repeat, error) <= EXACT_LIMIT:
         return Finding("pass", text, f"{EXACT_LIMIT:g}", values=values)
-    source = "training/step.py: validation_loss, models/model.py: Model.train"
+    source = "training/loop.py: validate, training/step.py: validation_loss, models/model.py: Model.train"
     if repeat > EXACT_LIMIT:
         cause, next_step = "dropout stays on while the model is evaluated", "call model.train(False) before validation"
     else:
         diagnosis.require("loss")
-        cause, next_step = "the validation loss is not that of a step, which is right", "compare how both are divided"
+        cause = "the validation loss is not the sum over all validation rows divided by their loss tokens"
+        next_step = "compare its batches with the rows of data.validation_path or data.validation_split"
     return Finding("fail", text, f"{EXACT_LIMIT:g}", cause, source, next_step, values)
 
 
 def check_documents(diagnosis: Diagnosis) -> Finding:
     # The scales of FP8 depend on all tokens.
     run = diagnosis.exact if diagnosis.config.training.precision.startswith("fp8") else diagnosis.run
-    leak = measure_leak(run, [document.ids for document in short_documents(diagnosis)])
+    documents = short_documents(diagnosis)
+    leak = measure_leak(run, [document.ids for document in documents])
+    if leak.from_itself <= LEAK_LIMIT:
+        raise SkipCheck("the loss of a document does not depend on its first token, so it would not show a leak")
     values = {**leak._asdict(), "limit": LEAK_LIMIT}
-    where = "a packed row" if run.data.packed else "a micro-batch"
+    others = f"{max(leak.from_earlier, leak.from_later):.1e} when the other {len(documents) - 1} documents change, "
     text = (
-        f"others of {where} change a document's loss by {max(leak.from_earlier, leak.from_later):.1e}, its own later "
-        f"tokens by {leak.from_future:.1e}, its first one by {leak.from_itself:.1e}"
+        f"a document's loss changes by {others if len(documents) > 1 else ''}{leak.from_future:.1e} when its later "
+        f"tokens change, {leak.from_itself:.1e} when its first token changes"
     )
     if not leak.is_large:
         return Finding("pass", text, f"{LEAK_LIMIT:g}", values=values)

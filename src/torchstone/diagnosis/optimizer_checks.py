@@ -34,21 +34,23 @@ STATE_DTYPES = {
 COMPUTE_DTYPES = dict.fromkeys(STATE_DTYPES, torch.bfloat16) | {"fp32": torch.float32}
 # Below it even fp32 rounds updates away.
 MIN_LEARNING_RATE = 1e-6
+# Of a step that changes weights in bf16, too.
+LEARNING_RATE = 1e-2
 # The share of a weight that one step of the weight-decay check takes.
 DECAY, DECAY_LIMIT = 0.5, 0.02
 SCHEDULE_LIMIT = 1e-6
 # Steps that are really trained at each point of the schedule.
 SCHEDULE_STEPS, ENDLESS_STEPS = 2, 40
 MAX_ASKED = 10_000
-# Of the elements with a gradient: a warning if a larger share of updates is lost to rounding; above the second number
-# hardly anything is trained.
+# Of the weights with a gradient: warn if a larger share does not change; fail above the second share.
 SWALLOWED_LIMITS, MOST_SWALLOWED = {torch.float32: 0.01, torch.bfloat16: 0.5}, 0.99
 
 
 def check_dtypes(diagnosis: Diagnosis) -> Finding:
     precision = diagnosis.config.training.precision
     promised = {"computation": COMPUTE_DTYPES[precision]} | dict.fromkeys(STATES, STATE_DTYPES[precision])
-    dtypes, allowed = _dtypes_of_a_step(diagnosis), {kind: {dtype} for kind, dtype in promised.items()}
+    dtypes, stale = _inspect_step(diagnosis)
+    allowed = {kind: {dtype} for kind, dtype in promised.items()}
     # A gradient may have more bits than its parameter. In one process on CUDA that of a single micro-batch has fewer:
     # nothing is added to it.
     allowed["gradient"].add(torch.float32)
@@ -57,8 +59,14 @@ def check_dtypes(diagnosis: Diagnosis) -> Finding:
     wrong = {
         kind: {name: dtype for name, dtype in own.items() if dtype not in allowed[kind]} for kind, own in dtypes.items()
     }
-    values = {f"wrong_{kind}s": float(len(names)) for kind, names in wrong.items()}
+    values = {f"wrong_{kind}s": float(len(names)) for kind, names in wrong.items()} | {"stale": float(len(stale))}
     limit = f"{_name(promised[STATES[0]])}, computed in {_name(promised['computation'])}"
+    if stale:
+        return Finding(
+            "fail", f"after an update {len(stale)} weights are computed with as they were before it", limit,
+            f"the {_name(promised['computation'])} copy of {stale[0]} is not refreshed from its master weight",
+            "models/master_weights.py, optim/adamw.py: update_copies", "refresh all copies after each update", values,
+        )  # fmt: skip
     if not any(wrong.values()):
         counts = ", ".join(f"{len(dtypes[kind])} {kind}s" for kind in STATES)
         return Finding("pass", f"{counts}, as training.precision {precision} promises", limit, values=values)
@@ -73,8 +81,9 @@ def check_dtypes(diagnosis: Diagnosis) -> Finding:
     )  # fmt: skip
 
 
-def _dtypes_of_a_step(diagnosis: Diagnosis) -> dict[str, dict[str, torch.dtype]]:
-    """By kind and name, of this rank: what blocks return, parameters, gradients, and moments after an update."""
+def _inspect_step(diagnosis: Diagnosis) -> tuple[dict[str, dict[str, torch.dtype]], list[str]]:
+    """Dtypes by kind and name, of this rank: what blocks return, parameters, gradients, and moments after an update;
+    and the master weights whose copies are then other values."""
     run, outputs = diagnosis.run, dict[str, torch.dtype]()
     modules = {f"layers.{block.attention.layer_idx}": block for block in blocks(run)}
     if isinstance(run.model, FallbackModel):
@@ -89,13 +98,17 @@ def _dtypes_of_a_step(diagnosis: Diagnosis) -> dict[str, dict[str, torch.dtype]]
         result = compute_gradients(run.runner, diagnosis.batch(run), 1)
         parameters = dict(run.model.trained_parameters())
         gradients = {name: p.grad.dtype for name, p in parameters.items() if p.grad is not None}
+        for group in run.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
         run.optimizer.clip_and_step(torch.ones_like(result.sums[1]))
+        copies = {} if run.model.master_weights is None else run.model.master_weights.copies
+        stale = [n for n, p in parameters.items() if p in copies and not torch.equal(p.to(copies[p].dtype), copies[p])]
         states = [
             {name: parameter.dtype for name, parameter in parameters.items()},
             gradients,
             {name: tensor.dtype for name, tensor in _moments(run)},
         ]
-    return {"computation": outputs} | dict(zip(STATES, states, strict=True))
+    return {"computation": outputs} | dict(zip(STATES, states, strict=True)), stale
 
 
 def _moments(run: Run) -> Iterator[tuple[str, Tensor]]:
@@ -227,7 +240,7 @@ def _why_rate(optim: OptimConfig, total: int | None, wrong: dict[int, float], mi
     if any(agrees(lambda step, k=k: step * micro_steps + k) for k in range(micro_steps)):
         return f"the schedule advances with every micro-step: {micro_steps} times for each step"
     for shift in (1, -1):
-        if agrees(lambda step, shift=shift: max(0, step + shift)):
+        if agrees(lambda step, shift=shift: step + shift):
             return f"the schedule is one step {'ahead' if shift > 0 else 'behind'}"
     if all(abs(rate - optim.learning_rate) <= SCHEDULE_LIMIT * optim.learning_rate for rate in wrong.values()):
         return "the learning rate is always the peak: the schedule is not used"

@@ -63,7 +63,7 @@ class Reference:
                 sums[variant, number] = loss_sum(logits_TV, labels)
                 counts[variant, number] = int((labels != IGNORE_INDEX).sum())
 
-        self._share(len(documents), compute)
+        self._distribute(len(documents), compute)
         both = self.ctx.all_reduce_sum(torch.stack([sums, counts])).numpy()
         return LossSums(*(dict(zip(VARIANTS, values, strict=True)) for values in both))
 
@@ -79,7 +79,7 @@ class Reference:
                 loss = loss_sum(compute_logits(self.module, documents[number].ids, self.device), labels)
                 (loss * float(weights[number])).backward()
 
-        self._share(len(documents), compute)
+        self._distribute(len(documents), compute)
         gradients = {}
         for name, parameter in trained.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -89,7 +89,7 @@ class Reference:
             gradients[name] = gradient.cpu()
         return gradients
 
-    def _share(self, number: int, compute: Callable[[int], None]) -> None:
+    def _distribute(self, number: int, compute: Callable[[int], None]) -> None:
         """Calls `compute` for this rank's documents; an error of one rank, such as no memory, is raised on all."""
         error = None
         try:
@@ -124,3 +124,7 @@ def loss_sum(logits_TV: Tensor, labels: np.ndarray) -> Tensor:
     kept = torch.from_numpy(labels != IGNORE_INDEX).to(logits_TV.device)
     targets = torch.from_numpy(labels).to(logits_TV.device)[kept]
     return F.cross_entropy(logits_TV.float()[kept], targets, reduction="sum")
+
+
+def relative(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1e-12) if np.isfinite(value) else float("inf")

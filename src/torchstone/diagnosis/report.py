@@ -26,8 +26,9 @@ WHERE_TO_LOOK: dict[Group, str] = {
     "learning": "the model does not learn: check optim.learning_rate, what is trained (tuning.*), then the optimizer",
 }  # fmt: skip
 WHAT_REMAINS = (
-    "the mechanics of training are right. If results still disappoint, look at the hyperparameters (learning rate, "
-    "batch size), at the data and its loss mask (torchstone inspect-data), and at how the model starts"
+    "no check has found a mistake in data, loss, gradients, update or saved model. If results still disappoint, look "
+    "at the hyperparameters (learning rate, batch size), at the data and its loss mask (torchstone inspect-data), and "
+    "at how the model starts"
 )
 HOW_TO_COMPLETE = (
     "run what is missing where there is memory for it: on more or larger GPUs, or with a smaller model of the same "

@@ -59,7 +59,7 @@ class Diagnosis:
     # What the checks so far have found wrong, by name.
     failed: dict[str, Finding] = field(default_factory=dict)
     # The learning rate at which the loss gets worse, when a check has measured it.
-    blow_up_rate: float | None = None
+    divergence_rate: float | None = None
     _trial_numbers: Iterator[int] = field(default_factory=count)
     # Why there is no other model.
     _no_memory: str | None = None

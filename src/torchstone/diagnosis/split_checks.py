@@ -25,8 +25,8 @@ from torchstone.diagnosis.gradients import (
 )
 from torchstone.diagnosis.hypotheses import find_causes, list_hypotheses
 from torchstone.diagnosis.isolation import short_documents
-from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement, relative, worst_of_ranks, wrong_divisors
-from torchstone.diagnosis.reference import LossSums
+from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement, worst_of_ranks, wrong_divisors
+from torchstone.diagnosis.reference import LossSums, relative
 from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.loop import train_loop
@@ -44,6 +44,8 @@ def check_packing(diagnosis: Diagnosis) -> Finding:
     if not exact.data.packed:
         raise SkipCheck("data.packing is false: every row has one document")
     documents = short_documents(diagnosis)
+    if len(documents) < 2:
+        raise SkipCheck("a row of data.context_length tokens has no room for two documents, or there is only one")
     sequences = [TokenSequence(document.ids, document.labels) for document in documents]
     shapes, pad_id = exact.data.shapes, exact.data.pad_id
     loss_tokens = sum(sequence.loss_tokens for sequence in sequences) * exact.ctx.dims.dp
@@ -121,18 +123,18 @@ def check_world_size(diagnosis: Diagnosis) -> Finding:
 
 
 def check_last_step(diagnosis: Diagnosis) -> Finding:
-    """Trains an epoch whose last step is a partial one, with a learning rate of 0, by the training loop itself."""
+    """Trains an epoch of two full steps and a partial one, with a learning rate of 0, by the training loop itself."""
     diagnosis.require("batch", "loss")
     step, dp = diagnosis.step, diagnosis.ctx.dims.dp
-    size = len(step.indices)
-    samples = SelectedSamples(step.data.train, np.resize(step.indices, size + max(1, size // 2)))
+    size = len(step.labelled)
+    samples = SelectedSamples(step.data.train, np.resize(step.labelled, 2 * size + max(1, size // 2)))
     data = select_data(step.data, samples, size, step.data.batch_sizes.micro_batch_rows, dp)
     settings = {
         "training.mode": None, "training.max_steps": None, "training.max_tokens": None, "training.max_epochs": 1.0,
         "optim.learning_rate": 0.0,
     }  # fmt: skip
     order = data.sampler(diagnosis.config.training.seed, diagnosis.config.data.shuffle).take(len(samples))
-    parts, recorder = [order[:size], order[size:]], StepRecorder()
+    parts, recorder = np.split(order, [size, 2 * size]), StepRecorder()
     expected = [diagnosis.reference.losses(step_documents(data, part)) for part in parts]
     with diagnosis.trial(diagnosis.exact, data, settings) as trial, in_eval_mode(trial):
         train_loop(trial, [recorder])
@@ -142,7 +144,7 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
         lost = len(samples) - sum(taken)
         cause = f"the last, partial step of an epoch is dropped: {lost} samples are never trained on"
         return Finding(
-            "fail", text, f"steps of {len(parts[0])} and {len(parts[1])}",
+            "fail", text, f"steps of {' and '.join(str(len(part)) for part in parts)}",
             cause if lost > 0 else "the epoch does not end with its last sample", EPOCH_END,
             "end an epoch with a smaller step", {"lost_samples": float(lost)},
         )  # fmt: skip
@@ -151,19 +153,33 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
         for metrics, sums in zip(recorder.metrics, expected, strict=True)
     ]
     errors = [relative(loss, sums.loss) for loss, sums in zip(losses, expected, strict=True)]
-    values = {"error_full": errors[0], "error_partial": errors[1], "limit": EXACT_LIMIT}
+    values = {"error_full": max(errors[:-1]), "error_partial": errors[-1], "limit": EXACT_LIMIT}
     is_right = max(errors) <= EXACT_LIMIT
     text = f"{text}: losses and definition {agreement(is_right, max(errors))}"
     if is_right:
         return Finding("pass", text, f"{EXACT_LIMIT:g}", values=values)
-    cause = _why_last_step(diagnosis, data, parts[1], losses[1], expected[1])
+    first = next(number for number, error in enumerate(errors) if error > EXACT_LIMIT)
+    if first < len(parts) - 1:
+        return Finding(
+            "fail", text, f"{EXACT_LIMIT:g}", _why_full_step(diagnosis, losses, first), EPOCH_END,
+            "compare the samples of each step with the sampler's (data/sampler.py)", values,
+        )  # fmt: skip
+    cause = _why_last_step(diagnosis, data, first * size, parts[-1], losses[-1], expected[-1])
     next_step = "divide by the loss tokens that the step has, not by those of a full one"
     return Finding("fail", text, f"{EXACT_LIMIT:g}", cause, EPOCH_END, next_step, values)
 
 
-def _why_last_step(diagnosis: Diagnosis, data: RunData, part: np.ndarray, loss: float, sums: LossSums) -> str:
-    ctx, first, end = diagnosis.ctx, len(diagnosis.step.indices), len(data.train)
-    batch = next(iter(data.batches(diagnosis.exact.config, first, end, ctx.dp_rank, ctx.dims.dp)))
+def _why_full_step(diagnosis: Diagnosis, losses: list[float], number: int) -> str:
+    if any(relative(losses[number], earlier) <= EXACT_LIMIT for earlier in losses[:number]):
+        return f"step {number + 1} has the samples of an earlier step: the loop does not advance through the data"
+    return f"the loss of step {number + 1}, a full one, is wrong in the training loop, and right by itself"
+
+
+def _why_last_step(
+    diagnosis: Diagnosis, data: RunData, start: int, part: np.ndarray, loss: float, sums: LossSums
+) -> str:
+    ctx, end = diagnosis.ctx, len(data.train)
+    batch = next(iter(data.batches(diagnosis.exact.config, start, end, ctx.dp_rank, ctx.dims.dp)))
     contents = read_contents(step_documents(data, part), batch.micro_batches, ctx)
     causes = find_causes(list_hypotheses(contents, sums, diagnosis.contents.micro_steps), loss, sums, EXACT_LIMIT)
     known = " or: ".join(each.cause for each in causes) if 0 < len(causes) <= 2 else "no known mistake explains it"

@@ -1,6 +1,7 @@
-"""Does the model compute what Transformers computes from the same folder?
+"""Does the model compute what Transformers computes from the same folder, forward and backward?
 
 If not, Transformers' model is changed as known mistakes would change it. The one with which both agree is the cause.
+The backward passes are compared in the gradient of the embedding, which every layer passes on.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchstone.checkpoint.load import is_tuned_folder, resolve_model_folder
@@ -20,6 +23,7 @@ from torchstone.checkpoint.save import save_model
 from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
 from torchstone.checkpoint.transformers_folder import capture_warnings
 from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.checked_step import step_tokens
 from torchstone.diagnosis.factor_noise import without_factors
 from torchstone.diagnosis.kernel_checks import blocks
 from torchstone.diagnosis.loss_checks import agreement
@@ -29,7 +33,11 @@ from torchstone.models.model import NativeModel
 
 # Of the largest logit. In fp32 deep models differ by 1e-5.
 LOGITS_LIMIT = 1e-4
+# Of the gradient's norm.
+GRADIENT_LIMIT = 1e-3
 MAX_DOCUMENTS, MAX_TOKENS = 3, 512
+# One document is made longer than the smallest sliding window, unless it would have more tokens than so many steps.
+WINDOW_STEPS, BEYOND_WINDOW = 30, 16
 # A layer's output is another one from here on, relative to its norm.
 LAYER_LIMIT = 1e-3
 # (config.json) -> the same without what a loader may forget, or None if there is nothing of it.
@@ -63,11 +71,13 @@ class Comparison:
         self.diagnosis, self.folder, self.model = diagnosis, folder, diagnosis.plain.model
         hf_config = self._read_config()
         vocabulary = hf_config.get_text_config().vocab_size
-        self.documents = [
-            document.ids[:MAX_TOKENS] for document in diagnosis.documents if document.ids.max() < vocabulary
-        ][:MAX_DOCUMENTS]
-        if not self.documents:
+        documents = [document.ids[:MAX_TOKENS] for document in diagnosis.documents if document.ids.max() < vocabulary]
+        if not documents:
             raise SkipCheck("the documents have tokens that the model of the folder does not know")
+        # Transformers' dynamic RoPE keeps the frequencies of the longest document so far.
+        self.documents = sorted(documents[:MAX_DOCUMENTS], key=len)
+        self.longest = self.documents[-1]
+        self.missed_window = self._reach_window()
         self.vocabulary = vocabulary
         self.ours = self._logits(lambda ids: compute_logits(self.model.module, ids, diagnosis.device))
 
@@ -79,15 +89,56 @@ class Comparison:
         text = (
             f"logits of {len(self.documents)} documents and those of {type(hf).__name__} {agreement(is_right, error)}"
         )
+        if self.missed_window is not None:
+            text += f" (no document is longer than the sliding window of {self.missed_window} tokens)"
+        if not is_right:
+            cause, source = self._find_mistake() or self._first_layer(hf)
+            return Finding(
+                "fail", text, f"{LOGITS_LIMIT:g}", cause, f"{self.folder / 'config.json'}: {source}",
+                "do not train on it: the model is not the one that was pretrained", values,
+            )  # fmt: skip
+        values |= {"gradient_error": (error := self._gradient_error(hf)), "gradient_limit": GRADIENT_LIMIT}
+        is_right, limit = error <= GRADIENT_LIMIT, f"{LOGITS_LIMIT:g}, gradient {GRADIENT_LIMIT:g}"
+        text = f"{text}, the gradients of the embedding {agreement(is_right, error)}"
         if is_right:
-            return Finding("pass", text, f"{LOGITS_LIMIT:g}", values=values)
-        cause, source = self._mistake() or self._first_layer(hf)
+            return Finding("pass", text, limit, values=values)
         return Finding(
-            "fail", text, f"{LOGITS_LIMIT:g}", cause, f"{self.folder / 'config.json'}: {source}",
-            "do not train on it: the model is not the one that was pretrained", values,
+            "fail", text, limit, "the logits are right, but not the backward pass: a part of the gradient is lost or "
+            "changed between the loss and the embedding", "models/decoder.py, or kernels that were registered for it",
+            "look for .detach(), .data and torch.no_grad() in the forward pass, and at custom backward functions",
+            values,
         )  # fmt: skip
 
-    def _mistake(self) -> tuple[str, str] | None:
+    def _reach_window(self) -> int | None:
+        """Makes one document longer than the smallest window, which is returned if that would take too long."""
+        window = self.model.decoder_config and self.model.decoder_config.min_window
+        if not window or len(self.documents[-1]) > window:
+            return None
+        if window + BEYOND_WINDOW > max(MAX_TOKENS, WINDOW_STEPS * step_tokens(self.diagnosis.run)):
+            return window
+        self.documents.append(np.resize(np.concatenate(self.documents), window + BEYOND_WINDOW))
+        return None
+
+    def _gradient_error(self, hf: nn.Module) -> float:
+        ids = self.longest
+        if len(ids) < 2:
+            return 0.0
+        targets = torch.from_numpy(ids[1:].astype(np.int64)).to(self.diagnosis.device)
+        module: Any = self.model.module
+        ours = module.tok_embed if isinstance(self.model, NativeModel) else module.hf.get_input_embeddings()
+        theirs: Any = hf.get_input_embeddings()
+
+        def gradient(weight: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
+            with torch.enable_grad(), trainable(weight):
+                loss = F.cross_entropy(compute()[:-1, : self.vocabulary].float(), targets)
+                return torch.autograd.grad(loss, weight)[0][: self.vocabulary].double()
+
+        right = gradient(theirs.weight, lambda: hf(input_ids=self._ids(ids), use_cache=False).logits[0])
+        actual = gradient(ours.weight, lambda: compute_logits(module, ids, self.diagnosis.device))
+        error = ((actual - right).norm() / right.norm().clamp(min=1e-30)).item()
+        return error if math.isfinite(error) else math.inf
+
+    def _find_mistake(self) -> tuple[str, str] | None:
         """What Transformers must forget to agree with our model, and the key of config.json."""
         for cause, key, change in MISTAKES:
             changed = change(copy.deepcopy(self._read_config()))
@@ -101,16 +152,17 @@ class Comparison:
 
     @torch.no_grad()
     def _first_layer(self, hf: nn.Module) -> tuple[str, str]:
-        """Where the two models begin to differ."""
+        """Where the two models begin to differ, on the document that differs most."""
         if not isinstance(self.model, NativeModel):
             return "the weights, or what is done with them, differ from those of the folder", "all keys"
+        ids = self.documents[int(np.argmax(self._errors(hf)))]
         outputs: list[Tensor] = []
         modules = [self.model.module.tok_embed, *blocks(self.diagnosis.plain)]
         hooks = [module.register_forward_hook(lambda _, __, output: outputs.append(output)) for module in modules]
-        compute_logits(self.model.module, self.documents[0], self.diagnosis.device)
+        compute_logits(self.model.module, ids, self.diagnosis.device)
         for hook in hooks:
             hook.remove()
-        theirs = hf(input_ids=self._ids(self.documents[0]), output_hidden_states=True).hidden_states
+        theirs = hf(input_ids=self._ids(ids), output_hidden_states=True).hidden_states
         # Embeddings may be scaled after the lookup, and the last of Transformers' states is after the norm.
         for layer in range(1, len(modules) - 1):
             if (outputs[layer] - theirs[layer]).norm() > LAYER_LIMIT * theirs[layer].norm():
@@ -135,10 +187,14 @@ class Comparison:
         return hf.to(self.diagnosis.device).eval()
 
     def _error(self, hf: nn.Module) -> float:
+        errors = self._errors(hf)
+        return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+    def _errors(self, hf: nn.Module) -> list[float]:
+        """Of each document."""
         theirs = self._logits(lambda ids: hf(input_ids=self._ids(ids), use_cache=False).logits[0])
         scale = max(1.0, *(logits.abs().max().item() for logits in theirs))
-        error = max((a - b).abs().max().item() for a, b in zip(self.ours, theirs, strict=True)) / scale
-        return error if math.isfinite(error) else math.inf
+        return [(a - b).abs().max().item() / scale for a, b in zip(self.ours, theirs, strict=True)]
 
     def _ids(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids.astype(np.int64))[None].to(self.diagnosis.device)
@@ -147,6 +203,17 @@ class Comparison:
     def _logits(self, compute: Callable[[np.ndarray], Tensor]) -> list[Tensor]:
         # A resized embedding has more tokens than the folder.
         return [compute(ids)[:, : self.vocabulary].float() for ids in self.documents]
+
+
+@contextmanager
+def trainable(weight: nn.Parameter) -> Iterator[None]:
+    """With a gradient, also if it is frozen."""
+    was_trained = weight.requires_grad
+    weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        weight.requires_grad_(was_trained)
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:

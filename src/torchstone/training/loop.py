@@ -207,7 +207,7 @@ def _validate_log_save(run: Run, log: StepLog) -> None:
     schedule, progress, metrics, step_samples = run.schedule, run.progress, log.metrics, log.metrics["samples"]
     if run.data.validation and schedule.is_due(schedule.validation, progress, step_samples, _is_final_step(run)):
         try:
-            metrics["val_loss"] = _validate(run, log.callbacks)
+            metrics["val_loss"] = validate(run, log.callbacks)
             metrics |= {f"val_loss/{name}": loss for name, loss in run.val_losses.items() if name}
             run.sync_stop_request()
         except ValidationInterruptedError:
@@ -258,7 +258,7 @@ class ValidationInterruptedError(Exception):
     """A signal arrived during validation."""
 
 
-def _validate(run: Run, callbacks: Sequence[Callback]) -> float:
+def validate(run: Run, callbacks: Sequence[Callback] = ()) -> float:
     """Computes the loss of every validation set, and returns that of the first one, which decides."""
 
     def batches(name: str) -> Iterator[StepBatch]:
