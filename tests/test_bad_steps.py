@@ -321,6 +321,38 @@ def test_a_run_that_only_goes_back_ends(settings: Settings, tmp_path: Path) -> N
         api.train(None, values, callbacks=[Plant("weight", 4, 6, 7, 8, 9, 10)])
 
 
+class ZeroedWeights(Callback):
+    """What is left of weights that a step has overshot."""
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        if step == 3:
+            for _, parameter in run.model.named_parameters():
+                parameter.data.zero_()
+
+
+class TestDamage:
+    """Numbers that are finite, of weights that are of no use."""
+
+    @pytest.mark.parametrize(
+        ("rate", "callbacks", "text"),
+        [
+            (1e-3, [], ""),
+            (10.0, [], "and guessing any token gives"),
+            (1e-3, [ZeroedWeights()], "all gradients are exactly 0"),
+        ],
+    )
+    def test_a_run_that_destroys_its_model_warns_once(
+        self, rate: float, callbacks: list[Callback], text: str, settings: Settings, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        values = plain(settings, tmp_path, range(60), training__max_steps=12, observe__console="lines")
+        values |= {"optim.learning_rate": rate, "optim.schedule": "constant", "optim.warmup_steps": 0}
+        api.train(None, values, callbacks=callbacks)
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "a learning rate that is too high" in line]
+        assert len(warnings) == bool(text)
+        assert all(text in line for line in warnings)
+
+
 class TestSpikes:
     def test_the_limit_is_robust(self) -> None:
         debug, losses = DebugConfig(), [3 + 0.01 * (-1) ** i for i in range(40)]

@@ -146,7 +146,7 @@ class TestFormats:
             "reasoning": {"messages": [TURNS[1], TURNS[2] | {"reasoning_content": "Hm."}]},
             **{
                 f"{role} messages": {"messages": [TURNS[1], {"role": role, "content": "x"}, TURNS[2]]}
-                for role in ("developer", "tool", "critic")
+                for role in ("developer", "tool", "critic", "system")
             },
         }
         for name, row in rows.items():
@@ -156,6 +156,39 @@ class TestFormats:
         assert marked_text(build_cache([empty], tokenizer, tmp_path / "empty"), tokenizer) == (
             "<|user|>Hello.<|end|><|assistant|>⟦Hi<|end|>⟧"
         )
+
+    def test_texts_that_a_template_changes_are_not_dropped(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        source = (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper | replace(' ', '_') }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        )
+        (tmp_path / "t.jinja").write_text(source)
+        chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        cache = build_cache([{"messages": TURNS}], chosen, tmp_path / "cache")
+        assert cache.counts.bad_rows == 0
+
+    @pytest.mark.parametrize(
+        ("source", "header"),
+        [
+            ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", "<|assistant|>"),
+            (
+                "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+                " {{ m.content }}</s>{% endif %}{% endfor %}",
+                "",
+            ),
+        ],
+    )
+    def test_a_header_that_is_trained_is_a_warning(
+        self, tokenizer: Tokenizer, tmp_path: Path, source: str, header: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "t.jinja").write_text(source)
+        chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
+        assert chosen.template.trained_header() == header
+        assert tokenizer.template.trained_header() == ""
+        values = {"model.tokenizer": str(tokenizer.path), "data.chat_template": str(tmp_path / "t.jinja")}
+        rows = write_rows(tmp_path / "rows.jsonl", [{"messages": TURNS}])
+        torchstone.prepare(overrides=values | {"data.path": str(rows), "data.cache_dir": str(tmp_path / "cache")})
+        assert ("is trained on with every answer" in capsys.readouterr().err) == bool(header)
 
     def test_any_role_is_allowed_that_the_template_renders(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         """The template of the demo writes any name."""

@@ -166,6 +166,7 @@ class TokenCache:
             longest = f" (up to {self.row_lengths.max()} tokens)" if counts.dropped_long and path.is_file() else ""
             has_others = counts.rows > counts.dropped_long + counts.bad_rows
             hint = f"{counts.dropped_long} are longer than data.context_length{longest}, {counts.bad_rows} are bad"
+            hint += f", such as {next(self.bad_rows()).message}" if counts.bad_rows else ""
             hint += "; torchstone inspect-data shows the others" if has_others else ""
             if unknown_tokens:
                 verb = "is not a single token" if len(unknown_tokens) == 1 else "are not single tokens"

@@ -47,7 +47,7 @@ OPTIONAL_PARTS = {
     "tool calls": ("tool_calls", "function_call"),
     "reasoning": ("reasoning_content", "reasoning", "thinking"),
 }
-# Every template renders these.
+# Most templates render these. They are only tried without a message whose text is not found.
 BASIC_ROLES = {"system", "user", "assistant"}
 
 
@@ -329,6 +329,11 @@ class Encoder:
                 variants.append((name, [{k: v for k, v in m.items() if k not in keys} for m in messages], tools))
         for role in {message["role"] for message in messages if message["content"]} - BASIC_ROLES:
             variants.append((f"{role} messages", [m for m in messages if m["role"] != role], tools))
+        for index, message in enumerate(messages):
+            content = str(message["content"] or "").strip()
+            if message["role"] in BASIC_ROLES and content not in text:
+                changed = [*messages[:index], {**message, "content": f"{content}."}, *messages[index + 1 :]]
+                variants.append((f"{message['role']} messages", changed, tools))
         for name, without, tools_left in variants:
             if self._is_same_text(text, without, tools_left):
                 raise row.error(

@@ -308,6 +308,11 @@ def tokenize_source(
     unknown_tokens = tokenizer.unknown_template_tokens if source.row_format in CHAT_FORMATS else []
     for token in unknown_tokens:
         console.warn(f"the chat template writes {token}, which is not a single token of {tokenizer.path}")
+    if source.row_format in CHAT_FORMATS and data.train_on != "all" and (header := tokenizer.template.trained_header()):
+        console.warn(
+            f"the chat template has no generation prompt (it ignores add_generation_prompt): {header!r} is trained on "
+            "with every answer, and torchstone chat will not prompt with it"
+        )
     encoding = source_encoding(data, source, tokenizer)
     stop_on_bad_row = data.on_bad_row == "stop" and not inspect_only
     options = CacheOptions(Path(data.cache_dir), data.prepare_workers, stop_on_bad_row, needs_row_lengths=inspect_only)

@@ -90,6 +90,21 @@ class ChatTemplate:
         """What the model reads before it answers: the messages and the generation prompt."""
         return self.limits.run(lambda: self._render(messages, tools, add_generation_prompt=True))
 
+    def trained_header(self) -> str:
+        """What stands before every answer and would be trained on, because the template has no generation prompt for
+        it; empty if there is none, or if the template refuses the conversation that is tried."""
+        question, answer = {"role": "user", "content": "a"}, "A 1 B 2 C 3"
+        try:
+            prompt, text = (
+                self.render_text([question]),
+                self.render_text([question, {"role": "assistant", "content": answer}]),
+            )
+            if self.render_prompt([question]) != prompt or not text.startswith(prompt):
+                return ""
+        except DataError:
+            return ""
+        return text[len(prompt) :].partition(answer)[0].strip()
+
     def render_conversation(
         self, messages: Sequence[Message], trained: Sequence[int] | None = None, tools: list[Any] | None = None
     ) -> RenderedConversation:

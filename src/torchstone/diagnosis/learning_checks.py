@@ -231,10 +231,11 @@ def _why_not_learned(losses: list[float]) -> str:
 
 
 def small_data(diagnosis: Diagnosis, number: int) -> RunData:
-    """The first samples with labels, cut to a few tokens, in steps that have all of them."""
+    """The first samples with labels, cut to a few tokens, in steps that have all of them. Of packed text one document
+    each: after equal beginnings, such as BOS, no model can know which document goes on."""
     run = diagnosis.run
     room = MAX_TOKENS if diagnosis.is_full else min(MAX_TOKENS, max(MIN_TOKENS, step_tokens(run) // SMALL_BATCH))
-    samples = SelectedSamples(diagnosis.step.data.train, diagnosis.step.labelled[:number], room)
+    samples = SelectedSamples(diagnosis.step.data.train, diagnosis.step.labelled[:number], room, one_document=True)
     samples = SelectedSamples(samples, np.flatnonzero(samples.loss_tokens > 0))
     if not len(samples):
         raise SkipCheck(f"no sample has a label among {room} tokens")

@@ -19,16 +19,24 @@ CONTEXT_SHARE = 0.5
 
 class SelectedSamples(Samples):
     """The samples `indices` of a data set. With `max_tokens`, each is cut: a conversation to the tokens around its
-    first label, a row of several documents to its first tokens."""
+    first label, a row of several documents to its first tokens; or, with `one_document`, to its longest document."""
 
-    def __init__(self, samples: Samples, indices: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> None:
-        self.samples, self.indices, self.max_tokens = samples, indices, max_tokens
+    def __init__(
+        self,
+        samples: Samples,
+        indices: Sequence[int] | np.ndarray,
+        max_tokens: int | None = None,
+        one_document: bool = False,
+    ) -> None:
+        self.samples, self.indices, self.max_tokens, self.one_document = samples, indices, max_tokens, one_document
         sequences = [self.get(number) for number in range(len(indices))]
         self.lengths = np.array([sum(len(each.ids) for each in sample) for sample in sequences], dtype=np.int64)
         self.loss_tokens = np.array([sum(each.loss_tokens for each in sample) for sample in sequences], dtype=np.int64)
 
     def get(self, index: int) -> list[TokenSequence]:
         sequences = self.samples.get(int(self.indices[index]))
+        if self.one_document:
+            sequences = [max(sequences, key=lambda sequence: sequence.loss_tokens)]
         if self.max_tokens is None:
             return sequences
         if len(sequences) == 1:

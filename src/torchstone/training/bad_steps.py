@@ -55,6 +55,12 @@ MAX_NAMES = 3
 MAX_REPORTS = 3
 
 
+# A loss this many times that of guessing, and the lowest recent one, is that of a damaged model.
+DAMAGED = 2.0
+# A lower loss may have no gradient left.
+LEARNED = 0.01
+
+
 @dataclass(frozen=True)
 class ComputedStep:
     """A step whose gradients are computed. `loss_limit`: the largest loss that is no spike. `rng_states`: those at its
@@ -128,6 +134,20 @@ class Rollbacks:
 def reads_numbers_first(debug: DebugConfig) -> bool:
     """Whether the numbers of a step are read before its update."""
     return bool({debug.on_nan, debug.on_spike} & {"skip", "rollback"})
+
+
+def describe_damage(run: Run, computed: ComputedStep, learning_rate: float) -> str | None:
+    """What numbers that are finite say of weights that training has destroyed; None if nothing."""
+    loss, guessing = computed.result.loss, math.log(run.model.vocab_size)
+    if loss > DAMAGED * max(guessing, min(run.progress.recent_losses, default=loss)):
+        what = f"the loss is {loss:.1f}, and guessing any token gives {guessing:.1f}"
+    elif computed.result.grad_norm == 0 and learning_rate > 0 and loss > LEARNED:
+        what = f"the loss is {loss:.3f}, and all gradients are exactly 0: nothing is learned any more"
+    else:
+        return None
+    return (
+        f"step {computed.step}: {what}; a learning rate that is too high does this: try a lower --optim.learning_rate"
+    )
 
 
 def loss_limit(losses: Sequence[float], debug: DebugConfig) -> float:

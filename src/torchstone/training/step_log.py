@@ -20,6 +20,7 @@ from torchstone.observe.mfu import flops_per_token
 from torchstone.training.bad_steps import (
     WINDOW,
     ComputedStep,
+    describe_damage,
     judge_step,
     loss_limit,
     reads_numbers_first,
@@ -61,6 +62,7 @@ class StepLog:
         self.is_delayed = run.device.type == "cuda" and not run.ctx.any_rank(has_callback)
         self.is_delayed &= not reads_numbers_first(run.config.debug)
         self.metrics: dict[str, Any] = {}
+        self._has_warned = False
         self._unread: StartedStep | None = None
         self.restart_clock()
 
@@ -114,6 +116,9 @@ class StepLog:
         computed = started.computed
         if self.is_delayed:
             judge_step(self.run, computed)
+        if not self._has_warned and (damage := describe_damage(self.run, computed, started.lr)) is not None:
+            self.run.console.warn(damage)
+            self._has_warned = True
         remember_loss(self.run, computed.result.loss)
         if started.end is not None:
             started.end.synchronize()
