@@ -258,7 +258,11 @@ class _Rank:
         else:
             when = "before" if self.report is None else "after"
             description = f"ended with exit code {self.exit_code} {when} its function returned"
-        output = self.read("output").splitlines()[-MAX_OUTPUT_LINES:]
+        lines = self.read("output").splitlines()
+        # What faulthandler prints is long, and the reason stands before it.
+        crash = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+        start = len(lines) - MAX_OUTPUT_LINES if crash is None else crash - MAX_OUTPUT_LINES // 2
+        output = lines[max(0, start) :][:MAX_OUTPUT_LINES]
         return "\n".join([description, *(["its last output:"] if output else []), *output])
 
 
