@@ -74,7 +74,7 @@ def check_loss_mask(diagnosis: Diagnosis) -> Finding:
     shares = untrained / answers, unmasked / max(1, others), len(template) / len(rows)
     cause = _find_shift(rows)
     if wrong:
-        cause = cause or _describe_mask(*shares[:2], [(row.row.turns[turn].role, side) for row, turn, side in wrong])
+        cause = cause or _describe_mask(*shares[:2], [(row.row.turns[turn].role, flag) for row, turn, flag in wrong])
         part = row.wrong_texts[wrong[0][1]]
         cause += f", such as {part.text.strip()[:60]!r} ({part.kind} of {row.row.turns[part.turn].role})"
     else:
@@ -96,10 +96,10 @@ def compare_rows(run: Run) -> list[ComparedMask]:
     return [compare_mask(run, row, template) for row in rows]
 
 
-def _describe_mask(untrained: float, unmasked: float, sides: Sequence[tuple[str, bool]]) -> str:
-    """`sides`: the roles of the texts that are wrong, and whether they should be trained."""
+def _describe_mask(untrained: float, unmasked: float, wrong: Sequence[tuple[str, bool]]) -> str:
+    """`wrong`: the roles of the texts that are wrong, and whether they should be trained."""
     untrained_roles, unmasked_roles = (
-        " and ".join(sorted({role for role, is_trained in sides if is_trained == side})) for side in (True, False)
+        " and ".join(sorted({role for role, is_trained in wrong if is_trained == each})) for each in (True, False)
     )
     if untrained > 0.5 and unmasked > 0.5:
         return "the mask is inverted: questions are trained and answers are masked"
@@ -112,8 +112,8 @@ def _describe_mask(untrained: float, unmasked: float, sides: Sequence[tuple[str,
 
 def _describe_template(run: Run, row: ComparedMask) -> str:
     tokens = row.trained_template
-    owner, following = row.owners[tokens[0]], tokens[tokens - np.arange(len(tokens)) == tokens[0]]
-    kind = row.parts[owner].kind if owner >= 0 else None
+    number, following = row.part_of_token[tokens[0]], tokens[tokens - np.arange(len(tokens)) == tokens[0]]
+    kind = row.parts[number].kind if number >= 0 else None
     place = {"header": "before an answer", "end": "after a message that is masked"}.get(str(kind), "between messages")
     return f"{place}, such as {decode(run, row.row.documents[0].ids[following])[:60]!r}"
 
@@ -165,8 +165,8 @@ def check_end_of_turn(diagnosis: Diagnosis) -> Finding:
     right = kinds["trained"] + kinds["earlier"]
     finding = Finding(
         "pass",
-        f"{right} of {len(ends)} rows end with a trained {_names(run, ends, 'trained') or 'end token'}; in "
-        f"{kinds['earlier']} of them that of an earlier answer is masked",
+        f"{right} of {len(ends)} rows end with a trained {_names(run, ends, 'trained') or 'end token'}; "
+        f"{kinds['earlier']} of them mask the end token of an earlier answer",
         limit=f"{1 - MAX_WRONG:.0%}",
         values={"rows": len(ends), **{kind: kinds[kind] for kind in WRONG_ENDS}},
     )

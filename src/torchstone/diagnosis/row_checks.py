@@ -13,7 +13,7 @@ import numpy as np
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS
 from torchstone.data.samples import Samples
 from torchstone.diagnosis.check import Finding, SkipCheck
-from torchstone.diagnosis.expected_mask import read_template, squeeze
+from torchstone.diagnosis.expected_mask import read_template, remove_spaces
 from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt
 from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
@@ -232,8 +232,8 @@ def check_control_tokens(diagnosis: Diagnosis) -> Finding:
     row, token = wrong[0]
     # Text about HTML may have <s> in every row.
     template = read_template(run)
-    headers = [text for text in map(squeeze, (template.before_question, template.header)) if text]
-    rendered = [row for row in rows if any(header in squeeze(t.text) for t in row.turns for header in headers)]
+    headers = [text for text in map(remove_spaces, (template.before_question, template.header)) if text]
+    rendered = [row for row in rows if any(header in remove_spaces(t.text) for t in row.turns for header in headers)]
     is_rendered = min(count, len(rendered)) > len(rows) / 2 and row.row_format in CHAT_FORMATS
     return replace(
         finding,

@@ -38,7 +38,7 @@ from torchstone.training.run import Run
 MAX_ROWS, MAX_CHUNKS, MIN_ROWS = 64, 8, 8
 # A row may have been left out, so more are parsed.
 PARSED_PER_ROW = 4
-# Between two chunks of a file, at most this many are read and not looked at.
+# At most this many chunks are skipped between two that are sampled.
 MAX_CHUNK_STEP = 4
 # Of the step that is looked at, and of all sources where tokens are counted.
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 18, 1 << 24

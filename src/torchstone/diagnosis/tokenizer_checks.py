@@ -319,7 +319,7 @@ def _get_embedding(run: Run) -> Tensor:
     else:
         weight = run.model.module.hf.get_input_embeddings().weight
     if weight is None or isinstance(weight, DTensor):
-        raise SkipCheck("this rank does not have the whole embedding: diagnose the model in one process")
+        raise SkipCheck("the embedding is sharded; run with --nproc 1")
     return weight.detach()
 
 
