@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from tiny import make_llama, write_rows
 from torchstone.config.load import load_config
-from torchstone.data import loader
+from torchstone.data import encode, loader
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoder
+from torchstone.data.formats import Conversation
 from torchstone.data.loader import RunData
 from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
 from torchstone.data.template import TEMPLATES, ChatTemplate, RenderedConversation
@@ -168,7 +171,15 @@ def assert_fault(run: Run, name: str, status: str, *causes: str, source: str = "
     return finding
 
 
-ANSWER_CHECKS = ("loss_mask", "end_of_turn", "stop_tokens", "prompt_boundary", "control_tokens", "round_trip")
+ANSWER_CHECKS = (
+    "row_text",
+    "loss_mask",
+    "end_of_turn",
+    "stop_tokens",
+    "prompt_boundary",
+    "control_tokens",
+    "round_trip",
+)
 
 
 class TestHealthyData:
@@ -280,6 +291,95 @@ class TestHealthyData:
             model = {"model__path": str(llama_dir), "model__depth": None, "model__width": None, "model__heads": None}
             run = build(conversations(), tuning__method=method, **model)
             assert_healthy(run, "token_embeddings", "model_tokenizer", "unused_tokens")
+
+
+class TestTexts:
+    """What a row says is in its tokens, and nothing else."""
+
+    @pytest.mark.parametrize(
+        ("change", "status", "cause"),
+        [
+            (lambda texts: [text[: len(text) // 2] for text in texts], "fail", "another text in 24 of 24 rows: '"),
+            (lambda texts: [text.lower() for text in texts], "fail", "another text"),
+            (lambda texts: texts[::-1], "fail", "another text"),
+            (lambda texts: ["Read this.", *texts[1:]], "warn", "another text in 1 of 24 rows"),
+            (lambda texts: [" ".join(text.split()) for text in texts], "warn", "other spaces or line breaks in 24"),
+        ],
+        ids=["half", "lower case", "other rows", "one row", "line breaks"],
+    )
+    @pytest.mark.parametrize("packing", [True, False])
+    def test_a_text_that_is_changed_is_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, change: Any, status: str, cause: str,
+        packing: bool,
+    ) -> None:  # fmt: skip
+        rows = [{"text": f"{row['text']}\n\n  {n}."} for n, row in enumerate(corpus_rows(NUM_ROWS))]
+        encode_texts = Encoder._encode_texts
+        monkeypatch.setattr(Encoder, "_encode_texts", lambda self, rows, texts: encode_texts(self, rows, change(texts)))
+        assert_fault(build(rows, data__packing=packing), "row_text", status, cause, source="rows.jsonl:1; data/encode")
+
+    @pytest.mark.parametrize(
+        ("change", "status", "cause"),
+        [
+            (
+                lambda messages: [m | {"content": " ".join(m["content"].split())} for m in messages],
+                "warn", "other spaces or line breaks in 24 of 24 rows: ",
+            ),
+            (lambda messages: messages[-2:], "fail", "another text in 24"),
+            (lambda messages: [{"role": "system", "content": "You are a bot."}, *messages], "fail", "another text in "),
+        ],
+        ids=["line breaks", "last turns", "system"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("row_format", ["messages", "sharegpt"])
+    def test_messages_that_are_changed_are_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, row_format: str, change: Any, status: str,
+        cause: str,
+    ) -> None:  # fmt: skip
+        rows = [{"messages": row["messages"][-4:]} for row in conversations()]
+        for row in rows:
+            row["messages"][-1]["content"] += "\n\n- Yes."
+        if row_format == "sharegpt":
+            rows = [{"conversations": row["messages"]} for row in rows]
+        read = encode.read_conversation
+
+        def changed(*arguments: Any) -> Conversation:
+            conversation = read(*arguments)
+            return replace(conversation, messages=change(conversation.messages))
+
+        monkeypatch.setattr(encode, "read_conversation", changed)
+        assert_fault(build(rows), "row_text", status, cause, source="rows.jsonl:")
+
+    def test_messages_with_calls_are_looked_for_one_by_one(
+        self, build: Callable[..., Run], chatml_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = encode.read_conversation
+
+        def without_first(*arguments: Any) -> Conversation:
+            conversation = read(*arguments)
+            return replace(conversation, messages=conversation.messages[-4:])
+
+        monkeypatch.setattr(encode, "read_conversation", without_first)
+        run = build(calls_and_reasoning(), model__tokenizer=str(chatml_dir), data__context_length=384)
+        assert_fault(run, "row_text", "fail", "another text in 24 of 24 rows")
+
+    @pytest.mark.parametrize("kind", ["bert", "nfkc"])
+    def test_tokenizers_that_normalize_texts_pass(self, build: Callable[..., Run], tmp_path: Path, kind: str) -> None:
+        texts = [f"{row['text']} Déjà vu: ﬁn Ⅳ, {n}." for n, row in enumerate(corpus_rows(NUM_ROWS))]
+        bert = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+        bert.normalizer = tokenizers.normalizers.BertNormalizer() if kind == "bert" else tokenizers.normalizers.NFKC()
+        bert.pre_tokenizer, bert.decoder = tokenizers.pre_tokenizers.BertPreTokenizer(), tokenizers.decoders.WordPiece()
+        special = ["[UNK]", "[PAD]", "[CLS]", "[SEP]"]
+        bert.train_from_iterator(texts, tokenizers.trainers.WordPieceTrainer(vocab_size=600, special_tokens=special))
+        bert.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        hf = PreTrainedTokenizerFast(
+            tokenizer_object=bert, unk_token="[UNK]", pad_token="[PAD]", bos_token="[CLS]", eos_token="[SEP]",
+            chat_template=TEMPLATE.replace(END, "[SEP]") + GENERATION,
+        )  # fmt: skip
+        hf.save_pretrained(tmp_path / "bert")
+        for rows in ([{"text": text} for text in texts], conversations()):
+            finding = diagnose(build(rows, model__tokenizer=str(tmp_path / "bert")))["row_text"]
+            assert (finding.status, finding.values["rows"]) == ("pass", 24)
 
 
 def patch_collate(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int], Any]) -> None:

@@ -33,6 +33,7 @@ from torchstone.diagnosis.tokenizer_checks import (
     check_model_tokenizer,
     check_pretokenized,
     check_round_trip,
+    check_row_text,
     check_template_tokens,
     check_token_embeddings,
     check_unused_tokens,
@@ -146,6 +147,12 @@ DATA_CHECKS: tuple[Check, ...] = (
         "rows of ids train on the answers",
         "The model learns to write questions, or never learns how answers begin.",
         check_pretokenized_mask,
+    ),
+    Check(
+        "row_text", "data", "critical",
+        "the tokens of a row have its text, and no other",
+        "The model is trained on other texts than the files have.",
+        check_row_text,
     ),
     Check(
         "round_trip", "data", "major",

@@ -143,6 +143,11 @@ def inspect_command(run: Run, origin: str) -> str:
     return shlex.join([*words, "--rows", "2"])
 
 
+def look_for_change(path: str) -> str:
+    """What to do about a mistake that no setting makes."""
+    return f"no setting does this: look for a change in {path}, and report it if there is none"
+
+
 def _rows_of_part(run: Run, first_sample: int, part: CachedSamples, num_parts: int) -> Iterator[SampledRow]:
     cache, numbers = part.cache, sequence_numbers(part)
     chunks = _choose_chunks(cache, max(1, MAX_CHUNKS // num_parts))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
+from operator import contains, eq
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unicodedata import normalize
@@ -18,17 +20,23 @@ from torchstone.checkpoint.load import is_model_folder, resolve_model_folder, to
 from torchstone.checkpoint.transformers_folder import read_hf_config
 from torchstone.data.formats import CHAT_FORMATS, ROW_FORMATS, TEXT_FORMATS, RowFormat
 from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.expected_mask import remove_spaces
 from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt, template_name
 from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
     MAX_WRONG,
+    SampledRow,
     decode,
     inspect_command,
+    is_cut,
+    look_for_change,
     name_token,
     sample_rows,
     sample_sequences,
     train_parts,
 )
+from torchstone.diagnosis.turns import CALL_KEYS, REASONING_KEYS, read_messages
+from torchstone.errors import TorchstoneError
 from torchstone.models.model import NativeModel
 from torchstone.training.run import Run
 
@@ -37,6 +45,8 @@ if TYPE_CHECKING:
 
 # A long text is compared in some pieces of this many characters.
 PIECE, MAX_PIECES = 4000, 8
+# The texts of rows are compared with their tokens until there are so many characters: a second.
+MAX_CHARACTERS = 1 << 20
 # Of a row of ids: those that do not come back when its text is tokenized again. Some rows were joined from parts.
 MAX_LOST_IDS, MAX_LOST_SHARE = 2, 0.02
 # Of the model's tokens. A reserved one may have been renamed.
@@ -165,6 +175,72 @@ def check_round_trip(diagnosis: Diagnosis) -> Finding:
     return finding
 
 
+def check_row_text(diagnosis: Diagnosis) -> Finding:
+    """The row's own text is tokenized and decoded as well, so what a tokenizer does to texts makes no difference."""
+    run = diagnosis.run
+    rows, characters = 0, 0
+    others, spaces = list[tuple[str, str, str]](), list[tuple[str, str, str]]()
+    for row in sample_rows(run, (*TEXT_FORMATS, *ANSWER_FORMATS)):
+        is_long_text = row.row_format in TEXT_FORMATS and run.config.data.on_long_row != "truncate"
+        texts, is_whole = _expected_texts(run, row)
+        if not texts or characters > MAX_CHARACTERS or (is_cut(run, row) and not is_long_text):
+            continue
+        rows, characters = rows + 1, characters + sum(map(len, texts))
+        # A template writes special tokens itself. To other texts they are added.
+        read = partial(decode, run) if row.row_format in CHAT_FORMATS else run.tokenizer.decode
+        found = read(np.concatenate([document.ids for document in row.documents]).tolist())
+        for text in texts:
+            expected, is_in = read(run.tokenizer.encode(text)), eq if is_whole else contains
+            if not is_in(remove_spaces(found), remove_spaces(expected)):
+                others.append((row.origin, expected, found))
+                break
+            if not is_in(found.strip(" "), expected.strip(" ")):
+                spaces.append((row.origin, expected, found))
+                break
+    if not rows:
+        raise SkipCheck("no row can be compared: all are cut, or refused by the chat template")
+    finding = Finding(
+        "pass",
+        f"{rows - len(others) - len(spaces)} of {rows} rows have their own text in their tokens, {len(spaces)} with "
+        "other spaces",
+        limit="all",
+        values={"rows": rows, "others": len(others), "spaces": len(spaces)},
+    )
+    if not others and not spaces:
+        return finding
+    origin, expected, found = (others or spaces)[0]
+    what = f"another text in {len(others)}" if others else f"other spaces or line breaks in {len(spaces)}"
+    return replace(
+        finding,
+        status="fail" if len(others) > MAX_WRONG * rows else "warn",
+        cause=f"tokens have {what} of {rows} rows: {_describe_change(expected, found)}",
+        source=f"{origin}; data/encode.py",
+        next_step=f"{look_for_change('data/encode.py')}; {inspect_command(run, origin)}",
+    )
+
+
+def _expected_texts(run: Run, row: SampledRow) -> tuple[list[str], bool]:
+    """The texts that the tokens of a row should have, and whether they should have no others.
+
+    With tools, calls or reasoning, these are the texts of the messages that the chat template keeps as they are."""
+    value, turns = row.row.value, row.turns
+    if row.row_format in TEXT_FORMATS or isinstance(value.get("prompt"), str):
+        return ["".join(turn.text for turn in turns)], True
+    messages = read_messages(row.row_format, value)
+    is_plain = not value.get("tools") and all(
+        isinstance(m.get("content"), str) and not any(m.get(key) for key in (*CALL_KEYS, *REASONING_KEYS))
+        for m in messages
+    )
+    try:
+        template = run.tokenizer.template
+        if is_plain:
+            return [template.render_text(messages)], True
+        rendered = template.render_text([{"role": turn.role, "content": turn.text} for turn in turns])
+    except TorchstoneError:
+        return [], False
+    return [text for turn in turns if (text := turn.text.strip()) and text in rendered], False
+
+
 def _cut_pieces(text: str) -> list[str]:
     """Some pieces of a text, evenly spread."""
     starts = range(0, len(text), PIECE)
@@ -181,7 +257,7 @@ def _find_change(text: str, back: str) -> str:
     text, back = text.lower(), back.lower()
     if text.strip() == back.strip():
         return "come back in small letters"
-    return "change spaces" if "".join(text.split()) == "".join(back.split()) else "lose characters"
+    return "change spaces" if remove_spaces(text) == remove_spaces(back) else "lose characters"
 
 
 def _describe_change(text: str, back: str) -> str:
