@@ -826,9 +826,12 @@ class TestRows:
         some = [*rows, *rows[:6]]
         assert_fault(build(some), "duplicates", "warn", "learned by heart", source="rows.jsonl:25 is ")
 
-    def test_answers_that_are_all_the_same_are_found(self, build: Callable[..., Run]) -> None:
-        rows = [{"instruction": row["messages"][-2]["content"], "output": "Yes."} for row in conversations()]
-        assert_fault(build(rows), "answers", "warn", "ignore the question", source="rows.jsonl:1; data.columns")
+    def test_pieces_of_one_row_are_no_copies_of_it(self, build: Callable[..., Run]) -> None:
+        text = {"text": "The same words come again and again. " * 400}
+        run = build([text], data__packing=False, data__context_length=111)
+        assert len(run.data.train) > 40
+        assert diagnose(run)["duplicates"].values["distinct"] < 30
+        assert_healthy(run, "duplicates")
 
     def test_roles_that_are_swapped_are_found(self, build: Callable[..., Run]) -> None:
         swapped = {"user": "assistant", "assistant": "user"}
@@ -838,11 +841,6 @@ class TestRows:
         finding = diagnose(build(rows))["roles"]
         assert (finding.status, finding.values["begin"]) == ("fail", finding.values["rows"])
         assert "user and assistant are swapped" in str(finding.cause)
-
-    def test_answers_from_the_column_of_the_questions_are_found(self, build: Callable[..., Run]) -> None:
-        rows = [{"q": row["messages"][-2]["content"], "a": "Yes."} for row in conversations()]
-        run = build(rows, data__columns="instruction=q,output=q")
-        assert_fault(run, "answers", "warn", "repeat the question", source="data.columns")
 
     @pytest.mark.parametrize(("leaked", "status"), [(1, "warn"), (12, "fail")])
     def test_validation_rows_in_the_training_data_are_found(

@@ -18,7 +18,6 @@ from torchstone.diagnosis.mask_checks import (
 )
 from torchstone.diagnosis.order_checks import check_data_order
 from torchstone.diagnosis.row_checks import (
-    check_answers,
     check_bad_rows,
     check_control_tokens,
     check_dropped_rows,
@@ -177,12 +176,6 @@ DATA_CHECKS: tuple[Check, ...] = (
         "rows differ",
         "What is repeated is learned by heart.",
         check_duplicates,
-    ),
-    Check(
-        "answers", "data", "major",
-        "answers differ from each other, and from their questions",
-        "The model learns one answer, or to repeat the question.",
-        check_answers,
     ),
     Check(
         "roles", "data", "critical",

@@ -1,4 +1,4 @@
-"""Checks of the rows themselves: copies, answers, validation rows, rows that are left out, broken text."""
+"""Checks of the rows themselves: copies, validation rows, rows that are bad, lost or too long, broken text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_COPIES, MANY_COPIES = 0.1, 0.5
 MAX_LEAKED, MANY_LEAKED = 0.01, 0.1
 MAX_DROPPED, MANY_DROPPED = 0.05, 0.5
 MAX_GARBLED, MANY_GARBLED = 0.05, 0.25
-MAX_REPEATING = MAX_ESCAPED = MAX_SWAPPED = 0.5
+MAX_ESCAPED = MAX_SWAPPED = 0.5
 SHOWN_BAD_ROWS = 3
 # Short texts, such as lines, occur again by accident, and so does anything among few rows.
 MIN_TEXT_TOKENS, MIN_ROWS = 32, 8
@@ -53,10 +53,10 @@ def check_duplicates(diagnosis: Diagnosis) -> Finding:
     rows, tokens, copied = 0, 0, 0
     for origin, ids in _sequences(run.data.train):
         rows, tokens, key = rows + 1, tokens + len(ids), hash(ids.tobytes())
-        if key in first:
+        # Pieces of one row may be the same.
+        if first.setdefault(key, origin) != origin:
             copied += len(ids)
             copies.append((origin, first[key]))
-        first.setdefault(key, origin)
     if rows < MIN_ROWS:
         raise SkipCheck(f"{rows} rows are too few to compare")
     share = copied / tokens
@@ -74,32 +74,6 @@ def check_duplicates(diagnosis: Diagnosis) -> Finding:
         cause="all rows are the same" if len(first) == 1 else "an epoch repeats rows, so they are learned by heart",
         source=f"data.path: {copies[0][0]} is {copies[0][1]}",
         next_step="remove the copies; to see some rows more often, use data.weights",
-    )
-
-
-def check_answers(diagnosis: Diagnosis) -> Finding:
-    """Answers that are all the same, or repeat the question, come from the wrong columns."""
-    by_texts = {tuple(t.text.strip() for t in row.turns): row for row in sample_rows(diagnosis.run, ANSWER_FORMATS)}
-    rows = [(texts, row) for texts, row in by_texts.items() if row.turns[-1].role == "assistant"]
-    if len(rows) < MIN_ROWS:
-        raise SkipCheck(f"{len(rows)} rows that differ are too few to compare")
-    answers, repeating = {texts[-1] for texts, _ in rows}, [row for texts, row in rows if texts[-1] in texts[:-1]]
-    finding = Finding(
-        "pass",
-        f"{len(answers)} of {len(rows)} answers differ, {len(repeating)} repeat another text of their row",
-        limit=f"some differ; {MAX_REPEATING:.0%} repeat",
-        values={"rows": len(rows), "answers": len(answers), "repeating": len(repeating)},
-    )
-    if len(answers) > 1 and len(repeating) <= MAX_REPEATING * len(rows):
-        return finding
-    row = rows[0][1] if len(answers) == 1 else repeating[0]
-    cause = "all rows have the same answer, so the model learns to ignore the question"
-    return replace(
-        finding,
-        status="warn",
-        cause=cause if len(answers) == 1 else "answers repeat the question, so the model learns to copy it",
-        source=f"{row.origin}; data.columns",
-        next_step=inspect_command(diagnosis.run, row.origin),
     )
 
 
