@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tiny import make_llama, write_rows
 from torchstone.config.load import load_config
-from torchstone.data import encode, loader
+from torchstone.data import encode, loader, sources
 from torchstone.data.collate import collate
 from torchstone.data.encode import Encoder
 from torchstone.data.formats import Conversation
@@ -152,7 +153,7 @@ def assert_healthy(run: Run, *names: str) -> None:
         "loss_tokens",
         "data_order",
         "id_range",
-        "dropped_rows",
+        "long_rows",
         *names,
     } <= findings.keys()
 
@@ -705,8 +706,9 @@ class TestMasks:
     def test_cut_answers_are_found(self, build: Callable[..., Run], how: str, status: str) -> None:
         run = build(conversations(), data__on_long_row=how, data__context_length=24)
         findings = diagnose(run)
-        assert findings["cut_answers"].status == status
-        assert f"data.on_long_row {how}, such as" in str(findings["cut_answers"].source)
+        assert findings["long_rows"].status == status
+        assert "a cut answer has no end" in str(findings["long_rows"].cause)
+        assert f"data.on_long_row {how}, such as" in str(findings["long_rows"].source)
 
 
 class TestTokenizers:
@@ -858,7 +860,23 @@ class TestRows:
             {"messages": [*row["messages"][:-1], {"role": "assistant", "content": "A" * 300}]} for row in rows[4:18]
         ]
         run = build([*long, *rows[18:]])
-        assert_fault(run, "dropped_rows", "fail", "of one kind", source="data.on_long_row")
+        assert_fault(run, "long_rows", "fail", "of one kind", source="data.on_long_row")
+
+    @pytest.mark.parametrize("row_format", ["messages", "lines"])
+    def test_rows_that_are_lost_are_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row_format: str
+    ) -> None:
+        path = tmp_path / "lines.txt"
+        path.write_text("\ufeff\n" + "\n\n".join(row["text"] for row in corpus_rows(NUM_ROWS)))
+        rows = [*conversations(), {"messages": []}] if row_format == "messages" else path
+        changes = {"data__on_bad_row": "skip", "data__max_samples": 20, "data__format": row_format}
+        finding = diagnose(build(rows, **changes))["lost_rows"]
+        assert (finding.status, finding.values["lines"]) == ("pass", 20)
+        parse = sources._parse_rows
+        monkeypatch.setattr(sources, "_parse_rows", lambda *arguments: islice(parse(*arguments), 12))
+        lost = len(conversations()) + (row_format == "messages") - 12
+        finding = assert_fault(build(rows, **changes | {"data__max_samples": None}), "lost_rows", "fail")
+        assert f"{lost} lines of " in str(finding.cause)
 
     def test_bad_rows_are_found(self, build: Callable[..., Run]) -> None:
         rows = conversations()

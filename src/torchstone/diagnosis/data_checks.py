@@ -8,7 +8,6 @@ from __future__ import annotations
 from torchstone.diagnosis.batch_checks import check_label_shift, check_loss_tokens, check_padding
 from torchstone.diagnosis.check import Check
 from torchstone.diagnosis.mask_checks import (
-    check_cut_answers,
     check_end_of_turn,
     check_loss_mask,
     check_pretokenized_mask,
@@ -20,9 +19,10 @@ from torchstone.diagnosis.order_checks import check_data_order
 from torchstone.diagnosis.row_checks import (
     check_bad_rows,
     check_control_tokens,
-    check_dropped_rows,
     check_duplicates,
     check_garbled_text,
+    check_long_rows,
+    check_lost_rows,
     check_roles,
     check_validation_leak,
 )
@@ -44,6 +44,12 @@ DATA_CHECKS: tuple[Check, ...] = (
         "all rows can be read and rendered",
         "Training stops at the first one, or is on other data than the files have.",
         check_bad_rows,
+    ),
+    Check(
+        "lost_rows", "data", "critical",
+        "every line of the files is a row, or is counted as bad or left out",
+        "A part of the data is never seen, and nothing says so.",
+        check_lost_rows,
     ),
     Check(
         "label_shift", "data", "critical",
@@ -98,12 +104,6 @@ DATA_CHECKS: tuple[Check, ...] = (
         "no empty block of reasoning is trained",
         "The model learns to leave out its reasoning.",
         check_thinking,
-    ),
-    Check(
-        "cut_answers", "data", "major",
-        "answers are not cut",
-        "The model learns from answers without an end.",
-        check_cut_answers,
     ),
     Check(
         "double_bos", "data", "major",
@@ -190,10 +190,10 @@ DATA_CHECKS: tuple[Check, ...] = (
         check_validation_leak,
     ),
     Check(
-        "dropped_rows", "data", "major",
-        "nearly all rows are used",
-        "The model is trained on another mixture than the files have.",
-        check_dropped_rows,
+        "long_rows", "data", "major",
+        "nearly all rows are used, and no answer is cut",
+        "The model is trained on another mixture than the files have, or on answers without an end.",
+        check_long_rows,
     ),
     Check(
         "garbled_text", "data", "minor",

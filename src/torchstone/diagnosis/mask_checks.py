@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from torchstone.diagnosis.session import Diagnosis
 
 ANSWER_FORMATS: tuple[RowFormat, ...] = (*CHAT_FORMATS, "prompt")
-# Of all rows: more that are truncated fail, not only warn.
-MANY_CUT = 0.5
 EMPTY_THINKING = re.compile(r"<((?:think|thought|reason)[\w:]*)>\s*</\1>")
 # Of a longer row, in tokens, only the end is decoded.
 MAX_DECODED = 4096
@@ -359,30 +357,6 @@ def check_thinking(diagnosis: Diagnosis) -> Finding:
         source=f"{template_name(run)} ({empty[0]})" if writes_it else empty[0],
         next_step="give the messages reasoning_content, use a chat template without the block, or leave it so if the "
         f"model should not reason; {inspect_command(run, empty[0])}",
-    )
-
-
-def check_cut_answers(diagnosis: Diagnosis) -> Finding:
-    run = diagnosis.run
-    if set(run.data.formats) & set(TEXT_FORMATS):
-        raise SkipCheck("text may be cut: it goes on in the next row")
-    counts, length = run.data.counts, run.config.data.context_length
-    cut, rows = counts.truncated_long + counts.split_long, max(1, counts.rows)
-    finding = Finding(
-        "pass",
-        f"{cut:,} of {rows:,} rows are cut at data.context_length {length}",
-        limit=f"{MAX_WRONG:.0%}",
-        values={"rows": rows, "cut": cut},
-    )
-    if cut <= MAX_WRONG * rows:
-        return finding
-    return replace(
-        finding,
-        status="fail" if counts.truncated_long > MANY_CUT * rows else "warn",
-        cause="a cut answer has no end, so the model learns to stop anywhere, or not at all",
-        source=f"data.on_long_row {run.config.data.on_long_row}, such as {', '.join(counts.examples[:3])}",
-        next_step="raise data.context_length (torchstone inspect-data shows how long rows are), or use "
-        "--data.on_long_row drop",
     )
 
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchstone.data.cache import TokenCache
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS
+from torchstone.data.json_array import starts_with_array
 from torchstone.data.samples import Samples
+from torchstone.data.sources import BOM, size_on_disk
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.expected_mask import read_template, remove_spaces
 from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt
@@ -19,6 +22,7 @@ from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
     SampledRow,
     inspect_command,
+    look_for_change,
     sample_rows,
     sequence_numbers,
     train_parts,
@@ -35,6 +39,8 @@ MAX_DROPPED, MANY_DROPPED = 0.05, 0.5
 MAX_GARBLED, MANY_GARBLED = 0.05, 0.25
 MAX_ESCAPED = MAX_SWAPPED = 0.5
 SHOWN_BAD_ROWS = 3
+# Files with a row per line, if they are not arrays. Counting so many bytes takes a second.
+LINE_TYPES, MAX_COUNTED_BYTES = (".jsonl", ".ndjson", ".json"), 1 << 28
 # Short texts, such as lines, occur again by accident, and so does anything among few rows.
 MIN_TEXT_TOKENS, MIN_ROWS = 32, 8
 # Sequences that are compared, of all sources.
@@ -162,30 +168,59 @@ def check_bad_rows(diagnosis: Diagnosis) -> Finding:
     )
 
 
-def check_dropped_rows(diagnosis: Diagnosis) -> Finding:
+def check_lost_rows(diagnosis: Diagnosis) -> Finding:
+    """The lines of the files, against the rows that are used and those that are counted as bad or left out."""
     run = diagnosis.run
-    counts, length = run.data.counts, run.config.data.context_length
-    rows, dropped = counts.rows - counts.bad_rows, counts.dropped - counts.bad_rows
-    share = dropped / max(1, rows)
-    reasons = {
-        f"are longer than data.context_length {length}": counts.dropped_long,
-        f"have no trained token within {length}": counts.dropped_untrained,
-    }
+    caches = [part.cache for _, part in train_parts(run.data.train)]
+    counted = [(cache, lines) for cache in caches if (lines := _count_lines(run, cache)) is not None]
+    if not counted:
+        raise SkipCheck("only lines of files that are not compressed, and not large, are counted")
+    missing = [lines - cache.counts.dropped - len(np.unique(cache.origins)) for cache, lines in counted]
+    total, number = sum(lines for _, lines in counted), max(missing, key=abs)
     finding = Finding(
         "pass",
-        f"{dropped:,} of {rows:,} good rows are left out"
-        + "".join(f"; {number:,} {reason}" for reason, number in reasons.items() if number),
-        limit=f"{MAX_DROPPED:.0%}",
-        values={"share": share, "rows": rows, "dropped": dropped},
+        f"{total - sum(missing):,} of {total:,} lines are used, or counted as bad or left out",
+        limit="all",
+        values={"lines": total, "missing": sum(missing)},
     )
-    if share <= MAX_DROPPED:
+    if not number:
+        return finding
+    name = counted[missing.index(number)][0].source.name
+    return replace(
+        finding,
+        status="fail",
+        cause=f"{number:,} lines of {name} are neither used nor counted as bad or left out",
+        source=f"{name}; data/sources.py",
+        next_step=look_for_change("data/sources.py"),
+    )
+
+
+def check_long_rows(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    counts, data = run.data.counts, run.config.data
+    rows, dropped = max(1, counts.rows - counts.bad_rows), counts.dropped - counts.bad_rows
+    # Text that is cut goes on in the next row.
+    is_text = bool(set(run.data.formats) & set(TEXT_FORMATS))
+    cut = 0 if is_text else counts.truncated_long + counts.split_long
+    lost = dropped + (0 if is_text else counts.truncated_long)
+    finding = Finding(
+        "pass",
+        f"of {rows:,} good rows {counts.dropped_long:,} are left out as longer than data.context_length "
+        f"{data.context_length}, {counts.dropped_untrained:,} for lack of a trained token within it; {cut:,} are cut",
+        limit=f"{MAX_DROPPED:.0%}",
+        values={"rows": rows, "dropped": dropped, "cut": cut},
+    )
+    if dropped + cut <= MAX_DROPPED * rows:
         return finding
     return replace(
         finding,
-        status="fail" if share > MANY_DROPPED else "warn",
-        cause="what is left out is often of one kind, such as all long answers",
-        source=f"data.on_long_row, such as {', '.join(counts.examples[:3])}",
-        next_step="raise data.context_length; torchstone inspect-data shows what other lengths would leave out",
+        status="fail" if lost > MANY_DROPPED * rows else "warn",
+        cause="a cut answer has no end, so the model learns to stop anywhere, or not at all"
+        if cut > dropped
+        else "what is left out is often of one kind, such as all long answers",
+        source=f"data.on_long_row {data.on_long_row}, such as {', '.join(counts.examples[:3])}",
+        next_step="raise data.context_length (torchstone inspect-data shows how long rows are)"
+        + (", or use --data.on_long_row drop" if cut > dropped else ""),
     )
 
 
@@ -272,6 +307,21 @@ def _sequences(samples: Samples) -> Iterator[tuple[str, np.ndarray]]:
             if tokens < 0:
                 break
             yield cache.origin(number), sequence.ids
+
+
+def _count_lines(run: Run, cache: TokenCache) -> int | None:
+    """How many rows its files should have; None if that takes long, or if not every line is a row."""
+    files, kinds = cache.source.files, LINE_TYPES + ((".txt",) if cache.row_format == "lines" else ())
+    if any(path.suffix not in kinds for path in files) or sum(map(size_on_disk, files)) > MAX_COUNTED_BYTES:
+        return None
+    lines = 0
+    for path in files:
+        with path.open("rb") as file:
+            if starts_with_array(file.read(1 << 12)):
+                return None
+            file.seek(0)
+            lines += sum(1 for line in file if line.removeprefix(BOM).strip())
+    return min(lines, run.config.data.max_samples or lines)
 
 
 def _find_control_tokens(run: Run) -> list[str]:
