@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from tiny import make_llama, write_rows
 from torchstone.config.load import load_config
 from torchstone.data import encode, loader, sources
+from torchstone.data import samples as data_samples
 from torchstone.data.collate import collate
-from torchstone.data.encode import Encoder
+from torchstone.data.encode import Encoder, TokenSequence
 from torchstone.data.formats import Conversation
 from torchstone.data.loader import RunData
 from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
@@ -29,9 +30,10 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.diagnosis.check import Finding
+from torchstone.diagnosis.checks import CHECKS
 from torchstone.diagnosis.data_checks import DATA_CHECKS
 from torchstone.diagnosis.order_checks import check_data_order
-from torchstone.diagnosis.run_checks import run_checks
+from torchstone.diagnosis.run_checks import run_check, run_checks
 from torchstone.diagnosis.sampled_rows import sample_rows
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.observe.console import Console
@@ -173,7 +175,7 @@ def assert_fault(run: Run, name: str, status: str, *causes: str, source: str = "
 
 
 ANSWER_CHECKS = (
-    "row_text",
+    "round_trip",
     "loss_mask",
     "end_of_turn",
     "stop_tokens",
@@ -294,17 +296,21 @@ class TestHealthyData:
             assert_healthy(run, "token_embeddings", "model_tokenizer", "unused_tokens")
 
 
+OTHER = "texts are not in the tokens of their rows: '"
+OTHER_SPACES = "texts have other spaces or line breaks in the tokens of their rows: '"
+
+
 class TestTexts:
     """What a row says is in its tokens, and nothing else."""
 
     @pytest.mark.parametrize(
         ("change", "status", "cause"),
         [
-            (lambda texts: [text[: len(text) // 2] for text in texts], "fail", "another text in 24 of 24 rows: '"),
-            (lambda texts: [text.lower() for text in texts], "fail", "another text"),
-            (lambda texts: texts[::-1], "fail", "another text"),
-            (lambda texts: ["Read this.", *texts[1:]], "warn", "another text in 1 of 24 rows"),
-            (lambda texts: [" ".join(text.split()) for text in texts], "warn", "other spaces or line breaks in 24"),
+            (lambda texts: [text[: len(text) // 2] for text in texts], "fail", OTHER),
+            (lambda texts: [text.lower() for text in texts], "fail", OTHER),
+            (lambda texts: texts[::-1], "fail", OTHER),
+            (lambda texts: ["Read this.", *texts[1:]], "warn", OTHER),
+            (lambda texts: [" ".join(text.split()) for text in texts], "warn", OTHER_SPACES),
         ],
         ids=["half", "lower case", "other rows", "one row", "line breaks"],
     )
@@ -316,17 +322,17 @@ class TestTexts:
         rows = [{"text": f"{row['text']}\n\n  {n}."} for n, row in enumerate(corpus_rows(NUM_ROWS))]
         encode_texts = Encoder._encode_texts
         monkeypatch.setattr(Encoder, "_encode_texts", lambda self, rows, texts: encode_texts(self, rows, change(texts)))
-        assert_fault(build(rows, data__packing=packing), "row_text", status, cause, source="rows.jsonl:1; data/encode")
+        assert_fault(build(rows, data__packing=packing), "round_trip", status, cause, source="data/encode.py (")
 
     @pytest.mark.parametrize(
         ("change", "status", "cause"),
         [
             (
                 lambda messages: [m | {"content": " ".join(m["content"].split())} for m in messages],
-                "warn", "other spaces or line breaks in 24 of 24 rows: ",
+                "warn", OTHER_SPACES,
             ),
-            (lambda messages: messages[-2:], "fail", "another text in 24"),
-            (lambda messages: [{"role": "system", "content": "You are a bot."}, *messages], "fail", "another text in "),
+            (lambda messages: messages[-2:], "fail", OTHER),
+            (lambda messages: [{"role": "system", "content": "You are a bot."}, *messages], "fail", OTHER),
         ],
         ids=["line breaks", "last turns", "system"],
     )  # fmt: skip
@@ -347,7 +353,7 @@ class TestTexts:
             return replace(conversation, messages=change(conversation.messages))
 
         monkeypatch.setattr(encode, "read_conversation", changed)
-        assert_fault(build(rows), "row_text", status, cause, source="rows.jsonl:")
+        assert_fault(build(rows), "round_trip", status, cause, source="rows.jsonl:")
 
     def test_messages_with_calls_are_looked_for_one_by_one(
         self, build: Callable[..., Run], chatml_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -360,10 +366,12 @@ class TestTexts:
 
         monkeypatch.setattr(encode, "read_conversation", without_first)
         run = build(calls_and_reasoning(), model__tokenizer=str(chatml_dir), data__context_length=384)
-        assert_fault(run, "row_text", "fail", "another text in 24 of 24 rows")
+        assert_fault(run, "round_trip", "fail", OTHER)
 
     @pytest.mark.parametrize("kind", ["bert", "nfkc"])
-    def test_tokenizers_that_normalize_texts_pass(self, build: Callable[..., Run], tmp_path: Path, kind: str) -> None:
+    def test_rows_of_tokenizers_that_normalize_texts_have_their_text(
+        self, build: Callable[..., Run], tmp_path: Path, kind: str
+    ) -> None:
         texts = [f"{row['text']} Déjà vu: ﬁn Ⅳ, {n}." for n, row in enumerate(corpus_rows(NUM_ROWS))]
         bert = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
         bert.normalizer = tokenizers.normalizers.BertNormalizer() if kind == "bert" else tokenizers.normalizers.NFKC()
@@ -379,8 +387,9 @@ class TestTexts:
         )  # fmt: skip
         hf.save_pretrained(tmp_path / "bert")
         for rows in ([{"text": text} for text in texts], conversations()):
-            finding = diagnose(build(rows, model__tokenizer=str(tmp_path / "bert")))["row_text"]
-            assert (finding.status, finding.values["rows"]) == ("pass", 24)
+            finding = diagnose(build(rows, model__tokenizer=str(tmp_path / "bert")))["round_trip"]
+            # What the tokenizer does to spaces and accents is another finding.
+            assert "in the tokens of their rows" not in finding.measured
 
 
 def patch_collate(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int], Any]) -> None:
@@ -449,7 +458,9 @@ class TestBatches:
             return batch._replace(labels=torch.where(is_followed, following, -100))
 
         patch_collate(monkeypatch, crossing)
-        assert_fault(run, "label_shift", "fail", "it predicts what another document says")
+        batch = run_check(Diagnosis(run), next(check for check in CHECKS if check.name == "batch"))
+        assert (batch.status, diagnose(run)["label_shift"].status) == ("fail", "pass")
+        assert "documents have other labels than their rows" in str(batch.cause)
 
     def test_labels_of_padding_are_found(
         self, build: Callable[..., Run], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -483,6 +494,17 @@ class TestBatches:
             row["labels"] = [-100] * len(row["labels"])
         run = build(rows, training__global_batch_size=24)
         assert_fault(run, "loss_tokens", status, "nothing is learned from them", source="rows.jsonl:4")
+
+
+def part_from_start(samples: data_samples.StreamSamples, sequence: TokenSequence) -> TokenSequence:
+    """As if the offset in the document were forgotten."""
+    documents = (samples.cache.sequence(number) for number in range(len(samples.cache)))
+    whole = next(each for each in documents if sequence.ids.tobytes() in each.ids.tobytes())
+    return whole.part(0, len(sequence.ids))
+
+
+def join(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    return TokenSequence(*(np.concatenate([getattr(each, name) for each in sequences]) for name in ("ids", "labels")))
 
 
 class TestOrder:
@@ -543,6 +565,48 @@ class TestOrder:
             lambda data, seed, shuffle, consumed=0: MixedSampler([24, 24], [1, 1], seed, shuffle, consumed),
         )
         assert_fault(run, "data_order", "fail", "source 1 has 50.0% of the samples, but its share", "is 75.0%")
+
+    @pytest.mark.parametrize(
+        ("name", "packing", "change"),
+        [
+            ("StreamSamples", "stream", lambda self, first, *others: [part_from_start(self, first), *others]),
+            ("StreamSamples", "stream", lambda self, *sequences: sequences[1:] or sequences),
+            ("StreamSamples", "stream", lambda self, *sequences: [join(sequences)]),
+            ("BestFitSamples", "best-fit", lambda self, *sequences: [*sequences[:-1], sequences[-1].part(0, 9)]),
+            ("BestFitSamples", "best-fit", lambda self, *sequences: [sequences[0]] * len(sequences)),
+            ("BestFitSamples", "best-fit", lambda self, *sequences: [join(sequences)]),
+        ],
+        ids=["offset", "first lost", "joined", "cut", "repeated", "best-fit joined"],
+    )
+    def test_samples_that_are_not_their_documents_are_found(
+        self, build: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, packing: str,
+        change: Any,
+    ) -> None:  # fmt: skip
+        chat, texts = (write_rows(tmp_path / f"{n}.jsonl", rows) for n, rows in
+                       enumerate((conversations(), corpus_rows(60))))  # fmt: skip
+        run = build(chat, data__path=f"{chat},{texts}", data__text_packing=packing, data__validation_split=0.2)
+        assert_healthy(run, "data_order")
+        samples = getattr(data_samples, name)
+        get = samples.get
+        monkeypatch.setattr(samples, "get", lambda self, index: list(change(self, *get(self, index))))
+        finding = check_data_order(Diagnosis(run))
+        assert finding.status == "fail"
+        assert "1.jsonl does not have the tokens of its documents" in str(finding.cause)
+
+    @pytest.mark.parametrize("packing", ["stream", "best-fit"])
+    @pytest.mark.parametrize(
+        ("change", "cause"), [(lambda n: n[:-3], "3 documents of "), (lambda n: [*n, 5, 5], "2 d")]
+    )
+    def test_documents_that_are_lost_or_repeated_are_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, packing: str, change: Any, cause: str
+    ) -> None:
+        make = loader._make_samples
+        monkeypatch.setattr(
+            loader, "_make_samples", lambda data, cache, indices: make(data, cache, np.array(change(indices)))
+        )
+        finding = check_data_order(Diagnosis(build(list(corpus_rows(NUM_ROWS)), data__text_packing=packing)))
+        assert finding.status == "fail"
+        assert cause in str(finding.cause)
 
     def test_data_that_are_not_shuffled_pass(self, build: Callable[..., Run]) -> None:
         assert_healthy(build(conversations(), data__shuffle=False), "data_order")
@@ -771,9 +835,10 @@ class TestTokenizers:
         [
             ({"type": "Replace", "pattern": {"Regex": "[aeiou]"}, "content": ""}, "fail", "texts lose characters: '"),
             ({"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}, "warn", "texts change spaces: '"),
-            ({"type": "Lowercase"}, "pass", ""),
+            ({"type": "Lowercase"}, "pass", "24 come back in small letters"),
+            ({"type": "NFKC"}, "pass", "24 come back in another Unicode form"),
         ],
-        ids=["vowels", "line breaks", "case"],
+        ids=["vowels", "line breaks", "case", "NFKC"],
     )
     def test_a_tokenizer_that_changes_texts_is_found(
         self, build: Callable[..., Run], tokenizer_dir: Path, tmp_path: Path, normalizer: Row, status: str, cause: str
@@ -781,10 +846,10 @@ class TestTokenizers:
         load_tokenizer(tokenizer_dir).save(tmp_path / "tokenizer")
         file = tmp_path / "tokenizer" / "tokenizer.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
-        rows = [{"text": row["text"].replace(". ", ".\n\n    ")} for row in corpus_rows(NUM_ROWS)]
+        rows = [{"text": row["text"].replace(". ", ".\n\n    ") + "ﬁ"} for row in corpus_rows(NUM_ROWS)]
         run = build(rows, model__tokenizer=str(tmp_path / "tokenizer"))
         if status == "pass":
-            assert "24 come back in small letters" in diagnose(run)["round_trip"].measured
+            assert cause in diagnose(run)["round_trip"].measured
             assert_healthy(run, "round_trip")
         else:
             assert_fault(run, "round_trip", status, cause, source="model.tokenizer")

@@ -1,7 +1,7 @@
 """Checks of the labels in the micro-batches: is each the next token of its document, and are there enough?
 
 They need nothing but the ids: a label must be the id one position later in the same document. So they find labels that
-are wrong in the rows as well as those that are made wrong later.
+are wrong in the rows, with which `batch` compares the micro-batches.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.sampled_rows import (
     MAX_WRONG,
     inspect_command,
+    look_for_change,
     name_token,
-    sample_sequences,
     sample_step,
+    search_sequences,
 )
 from torchstone.training.run import Run
 
@@ -44,15 +45,13 @@ def check_label_shift(diagnosis: Diagnosis) -> Finding:
     indices, _, documents = sample_step(run)
     labels = sum(int((d.labels[:-1] != IGNORE_INDEX).sum()) for d in documents)
     right = sum(int((d.labels[:-1] == d.ids[1:]).sum()) for d in documents)
-    # A label of padding in the last position is for another check.
-    crossing = sum(d.labels[-1] not in (IGNORE_INDEX, run.data.pad_id) for d in documents)
-    if not labels + crossing:
+    if not labels:
         raise SkipCheck("no position has a label: see loss_tokens")
     finding = Finding(
         "pass",
         f"{right:,} of {labels:,} labels are the next token of their document ({len(indices)} samples)",
         limit="all",
-        values={"labels": labels, "right": right, "crossing": crossing},
+        values={"labels": labels, "right": right},
     )
     source, next_step = _label_source(run, indices)
     failure = replace(finding, status="fail", source=source, next_step=next_step)
@@ -63,8 +62,6 @@ def check_label_shift(diagnosis: Diagnosis) -> Finding:
         times = {0: ": they are not shifted", 2: ": they are shifted twice"}.get(shift, "")
         cause = f"position t has the label of token t{shift:+} instead of t+1 in {count} of {len(documents)} documents"
         return replace(failure, cause=cause + times)
-    if crossing:
-        return replace(failure, cause=f"{crossing} documents end with a label: it predicts what another document says")
     if (mask := _find_mask_value(wrong)) is not None:
         name = name_token(run, mask)
         return replace(failure, cause=f"labels that are not the next token are {name}; to mask a token, use -100")
@@ -76,30 +73,32 @@ def check_label_shift(diagnosis: Diagnosis) -> Finding:
 
 def check_padding(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    _, batch, documents = sample_step(run)
-    is_padding = [(micro_batch.doc_ids == PADDING_DOC_ID).numpy() for micro_batch in batch.micro_batches]
-    labels = [m.labels.numpy()[mask] for m, mask in zip(batch.micro_batches, is_padding, strict=True)]
-    # After the last token of a document, the next id may be padding.
-    labels.append(np.array([d.labels[-1] for d in documents if d.labels[-1] == run.data.pad_id], dtype=np.int64))
-    trained = np.concatenate(labels)
-    trained = trained[trained != IGNORE_INDEX]
-    padded, rows, example = _count_padded_rows(run)
+    micro_batches = sample_step(run)[1].micro_batches
+    labels = np.concatenate([m.labels[m.doc_ids == PADDING_DOC_ID].numpy() for m in micro_batches])
+    trained = labels[labels != IGNORE_INDEX]
+    pad_ids = {run.data.pad_id, run.tokenizer.hf.pad_token_id, run.tokenizer.hf.eos_token_id}
+
+    def is_padded(ids: np.ndarray, labels: np.ndarray) -> bool:
+        # One eos is the end of a text.
+        return len(ids) > 2 and ids[-1] == ids[-2] == labels[-1] == labels[-2] and int(ids[-1]) in pad_ids
+
+    rows, padded = search_sequences(run, ("tokens",), 512, is_padded)
     finding = Finding(
         "pass",
-        f"{len(trained):,} labels at {sum(int(mask.sum()) for mask in is_padding):,} positions of padding"
-        + (f"; {padded} of {rows} rows of input_ids end with trained padding" if rows else ""),
+        f"{len(trained):,} labels at {len(labels):,} positions of padding"
+        + (f"; {len(padded)} of {rows} rows of input_ids end with trained padding" if rows else ""),
         limit=f"no label; {MAX_WRONG:.0%} of the rows",
-        values={"labels": len(trained), "padded_rows": padded, "rows": rows},
+        values={"labels": len(trained), "padded_rows": len(padded), "rows": rows},
     )
     if len(trained):
         name = name_token(run, Counter(trained.tolist()).most_common(1)[0][0])
         cause = f"the labels of padding are {name} instead of -100, so the loss counts padding"
-        return replace(finding, status="fail", cause=cause, source=COLLATE, next_step=NO_SETTING)
-    if padded > MAX_WRONG * rows and example is not None:
+        return replace(finding, status="fail", cause=cause, source=COLLATE, next_step=look_for_change(COLLATE))
+    if len(padded) > MAX_WRONG * rows:
         cause = "input_ids end with padding whose labels are not -100: the model learns to write padding"
         next_step = "leave the padding out of input_ids (micro-batches are padded later), or give it labels of -100; "
-        next_step += inspect_command(run, example)
-        return replace(finding, status="fail", cause=cause, source=f"input_ids of {example}", next_step=next_step)
+        next_step += inspect_command(run, padded[0])
+        return replace(finding, status="fail", cause=cause, source=f"input_ids of {padded[0]}", next_step=next_step)
     return finding
 
 
@@ -133,7 +132,6 @@ def check_loss_tokens(diagnosis: Diagnosis) -> Finding:
 
 
 COLLATE = "data/collate.py"
-NO_SETTING = "no setting does this: look for a change in data/collate.py, and report it if there is none"
 
 
 def _wrong_labels(document: FoundDocument) -> np.ndarray:
@@ -171,17 +169,4 @@ def _label_source(run: Run, indices: np.ndarray) -> tuple[str, str]:
             if ((sequence.labels != IGNORE_INDEX) & (sequence.labels != sequence.ids)).any():
                 next_step = "write one label per id: the same id, or -100 to mask it; labels are shifted in training; "
                 return f"labels of {origin}", next_step + inspect_command(run, origin)
-    return COLLATE, NO_SETTING
-
-
-def _count_padded_rows(run: Run) -> tuple[int, int, str | None]:
-    """Of rows of token ids: those that end with trained padding, all of them, and the first of the former."""
-    hf = run.tokenizer.hf
-    pad_ids = {run.data.pad_id, hf.pad_token_id, hf.eos_token_id}
-    padded, rows, example = 0, 0, None
-    for _, origin, ids, labels in sample_sequences(run, ("tokens",), 512):
-        rows += 1
-        # One eos is the end of a text.
-        if len(ids) > 2 and ids[-1] == ids[-2] == labels[-1] == labels[-2] and int(ids[-1]) in pad_ids:
-            padded, example = padded + 1, example or origin
-    return padded, rows, example
+    return COLLATE, look_for_change(COLLATE)

@@ -26,6 +26,7 @@ from torchstone.diagnosis.sampled_rows import (
     name_token,
     sample_rows,
     sample_sequences,
+    search_sequences,
 )
 from torchstone.errors import TorchstoneError
 from torchstone.training.run import Run
@@ -331,13 +332,13 @@ def generation_prompt(run: Run) -> str:
 
 def check_thinking(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    rows, empty = 0, list[str]()
-    for _, origin, ids, labels in sample_sequences(run, (*ANSWER_FORMATS, "tokens"), 256):
-        rows += 1
+
+    def is_empty(ids: np.ndarray, labels: np.ndarray) -> bool:
         # Padding stands for masked tokens, so that trained ones do not get together.
         trained = np.where(labels == IGNORE_INDEX, run.data.pad_id, ids)
-        if EMPTY_THINKING.search(decode(run, trained[-MAX_DECODED:])):
-            empty.append(origin)
+        return EMPTY_THINKING.search(decode(run, trained[-MAX_DECODED:])) is not None
+
+    rows, empty = search_sequences(run, (*ANSWER_FORMATS, "tokens"), 256, is_empty)
     if not rows:
         raise SkipCheck("text has no answers")
     finding = Finding(

@@ -8,7 +8,7 @@ from collated micro-batches, so that all that happens between a file and the los
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -98,6 +98,14 @@ def sample_sequences(
         for number in np.unique(np.searchsorted(cache.origins, cache.origins[chosen])).tolist():
             sequence = cache.sequence(number)
             yield cache, cache.origin(number), sequence.ids, sequence.labels
+
+
+def search_sequences(
+    run: Run, formats: tuple[RowFormat, ...], count: int, is_found: Callable[[np.ndarray, np.ndarray], bool]
+) -> tuple[int, list[str]]:
+    """How many sequences are looked at, and the file:line of those whose ids and labels are what is searched."""
+    found = [(origin, is_found(ids, labels)) for _, origin, ids, labels in sample_sequences(run, formats, count)]
+    return len(found), [origin for origin, is_one in found if is_one]
 
 
 def sample_step(run: Run) -> tuple[np.ndarray, StepBatch, list[FoundDocument]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import contains, eq
@@ -33,6 +34,7 @@ from torchstone.diagnosis.sampled_rows import (
     name_token,
     sample_rows,
     sample_sequences,
+    search_sequences,
     train_parts,
 )
 from torchstone.diagnosis.turns import CALL_KEYS, REASONING_KEYS, read_messages
@@ -43,10 +45,20 @@ from torchstone.training.run import Run
 if TYPE_CHECKING:
     from torchstone.diagnosis.session import Diagnosis
 
-# A long text is compared in some pieces of this many characters.
-PIECE, MAX_PIECES = 4000, 8
-# The texts of rows are compared with their tokens until there are so many characters: a second.
+# Texts are compared until they have so many characters: a second.
 MAX_CHARACTERS = 1 << 20
+# What must not happen to texts: on their way from the rows, and in the tokenizer.
+OTHER, OTHER_SPACES = (
+    "are not in the tokens of their rows",
+    "have other spaces or line breaks in the tokens of their rows",
+)
+LOST, SPACES = "lose characters", "change spaces"
+USE_ALL_BYTES = (
+    "what is lost can be neither read nor written: use a tokenizer that has all bytes, such as one of torchstone "
+    "tokenizer train"
+)
+# Of a row of ids: so many are looked at.
+MAX_IDS = 4000
 # Of a row of ids: those that do not come back when its text is tokenized again. Some rows were joined from parts.
 MAX_LOST_IDS, MAX_LOST_SHARE = 2, 0.02
 # Of the model's tokens. A reserved one may have been renamed.
@@ -144,120 +156,94 @@ def check_id_range(diagnosis: Diagnosis) -> Finding:
 
 
 def check_round_trip(diagnosis: Diagnosis) -> Finding:
+    """Tokens must give the text back that they were made from, and those of a row must have the text of the row."""
     run = diagnosis.run
-    changes: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    texts, unknown = 0, run.tokenizer.hf.unk_token_id
+    cases, rows, texts, characters = defaultdict[str, list[tuple[str, str, str]]](list), 0, 0, 0
     for row in sample_rows(run, (*TEXT_FORMATS, *ANSWER_FORMATS)):
-        for text in (piece for turn in row.turns for piece in _cut_pieces(turn.text)):
-            texts += 1
-            ids = run.tokenizer.encode(text)
-            back = decode(run, ids)
-            change = "lose characters" if unknown in ids else _find_change(text, back)
-            changes[change].append((row.origin, text, back))
-    others = [f"{len(cases)} {change}" for change, cases in changes.items() if change]
+        if characters < MAX_CHARACTERS:
+            characters += sum(len(turn.text) for turn in row.turns)
+            rows, texts = rows + 1, texts + len(row.turns)
+            changes = [_find_change(run, turn.text) for turn in row.turns] + _find_change_in_row(run, row)
+            for change, text, found in changes:
+                cases[change].append((row.origin, text, found))
+    others = "".join(f"; {len(each)} {change}" for change, each in cases.items() if change)
     finding = Finding(
         "pass",
-        f"{len(changes[''])} of {texts} texts come back exactly from their tokens{''.join(f'; {o}' for o in others)}",
-        limit=f"{1 - MAX_WRONG:.0%} keep all characters and spaces",
-        values={"texts": texts, "exact": len(changes[""]), "lost": len(changes["lose characters"])},
+        f"{len(cases[''])} of {texts} texts in {rows} rows come back exactly from their tokens{others}",
+        limit=f"{1 - MAX_WRONG:.0%} keep all characters and spaces; all are in the tokens of their rows",
+        values={"texts": texts, "exact": len(cases[""]), "lost": len(cases[LOST]), "other": len(cases[OTHER])},
     )
-    for change in ("lose characters", "change spaces"):
-        if len(changes[change]) > MAX_WRONG * texts:
-            origin, text, back = changes[change][0]
+    for change, allowed in ((OTHER, 0.0), (OTHER_SPACES, 0.0), (LOST, MAX_WRONG * texts), (SPACES, MAX_WRONG * texts)):
+        if len(cases[change]) > allowed:
+            origin, text, found = cases[change][0]
+            is_failure = change == LOST or (change == OTHER and len(cases[change]) > MAX_WRONG * rows)
+            source, next_step = "data/encode.py", f"{look_for_change('data/encode.py')}; {inspect_command(run, origin)}"
+            if change in (LOST, SPACES):
+                source, next_step = f"model.tokenizer {run.tokenizer.path}", USE_ALL_BYTES
             return replace(
                 finding,
-                status="fail" if change == "lose characters" else "warn",
-                cause=f"texts {change}: {_describe_change(text, back)}",
-                source=f"model.tokenizer {run.tokenizer.path} ({origin})",
-                next_step="what is lost can be neither read nor written: use a tokenizer that has all bytes, such as "
-                "one of torchstone tokenizer train",
+                status="fail" if is_failure else "warn",
+                cause=f"texts {change}: {_describe_change(text, found)}",
+                source=f"{source} ({origin})",
+                next_step=next_step,
             )
     return finding
 
 
-def check_row_text(diagnosis: Diagnosis) -> Finding:
-    """The row's own text is tokenized and decoded as well, so what a tokenizer does to texts makes no difference."""
-    run = diagnosis.run
-    rows, characters = 0, 0
-    others, spaces = list[tuple[str, str, str]](), list[tuple[str, str, str]]()
-    for row in sample_rows(run, (*TEXT_FORMATS, *ANSWER_FORMATS)):
-        is_long_text = row.row_format in TEXT_FORMATS and run.config.data.on_long_row != "truncate"
-        texts, is_whole = _expected_texts(run, row)
-        if not texts or characters > MAX_CHARACTERS or (is_cut(run, row) and not is_long_text):
-            continue
-        rows, characters = rows + 1, characters + sum(map(len, texts))
-        # A template writes special tokens itself. To other texts they are added.
-        read = partial(decode, run) if row.row_format in CHAT_FORMATS else run.tokenizer.decode
-        found = read(np.concatenate([document.ids for document in row.documents]).tolist())
-        for text in texts:
-            expected, is_in = read(run.tokenizer.encode(text)), eq if is_whole else contains
-            if not is_in(remove_spaces(found), remove_spaces(expected)):
-                others.append((row.origin, expected, found))
-                break
-            if not is_in(found.strip(" "), expected.strip(" ")):
-                spaces.append((row.origin, expected, found))
-                break
-    if not rows:
-        raise SkipCheck("no row can be compared: all are cut, or refused by the chat template")
-    finding = Finding(
-        "pass",
-        f"{rows - len(others) - len(spaces)} of {rows} rows have their own text in their tokens, {len(spaces)} with "
-        "other spaces",
-        limit="all",
-        values={"rows": rows, "others": len(others), "spaces": len(spaces)},
-    )
-    if not others and not spaces:
-        return finding
-    origin, expected, found = (others or spaces)[0]
-    what = f"another text in {len(others)}" if others else f"other spaces or line breaks in {len(spaces)}"
-    return replace(
-        finding,
-        status="fail" if len(others) > MAX_WRONG * rows else "warn",
-        cause=f"tokens have {what} of {rows} rows: {_describe_change(expected, found)}",
-        source=f"{origin}; data/encode.py",
-        next_step=f"{look_for_change('data/encode.py')}; {inspect_command(run, origin)}",
-    )
+def _find_change_in_row(run: Run, row: SampledRow) -> list[tuple[str, str, str]]:
+    """OTHER or OTHER_SPACES for each text that is not in the tokens of its row, the text, and what the row has.
+
+    Tokens of the row are compared with those of the text, so what the tokenizer does to texts makes no difference."""
+    is_text = row.row_format in TEXT_FORMATS
+    if is_cut(run, row) and not (is_text and run.config.data.on_long_row != "truncate"):
+        return []
+    # A template writes special tokens itself. To other texts they are added.
+    read = partial(decode, run) if row.row_format in CHAT_FORMATS else run.tokenizer.decode
+    found = read(np.concatenate([document.ids for document in row.documents]).tolist())
+    texts, has = _expected_texts(run, row)
+    changes = list[tuple[str, str, str]]()
+    for text in (read(run.tokenizer.encode(text)) for text in texts):
+        if not has(remove_spaces(found), remove_spaces(text)):
+            changes.append((OTHER, text, found))
+        elif not has(found.strip(" "), text.strip(" ")):
+            changes.append((OTHER_SPACES, text, found))
+    return changes
 
 
-def _expected_texts(run: Run, row: SampledRow) -> tuple[list[str], bool]:
-    """The texts that the tokens of a row should have, and whether they should have no others.
+def _expected_texts(run: Run, row: SampledRow) -> tuple[list[str], Callable[[str, str], bool]]:
+    """The texts that a row should have, and how: as all of its text (eq), or among others (contains).
 
     With tools, calls or reasoning, these are the texts of the messages that the chat template keeps as they are."""
     value, turns = row.row.value, row.turns
     if row.row_format in TEXT_FORMATS or isinstance(value.get("prompt"), str):
-        return ["".join(turn.text for turn in turns)], True
+        return ["".join(turn.text for turn in turns)], eq
     messages = read_messages(row.row_format, value)
-    is_plain = not value.get("tools") and all(
-        isinstance(m.get("content"), str) and not any(m.get(key) for key in (*CALL_KEYS, *REASONING_KEYS))
-        for m in messages
-    )
+    keys = {key for message in messages for key in (*CALL_KEYS, *REASONING_KEYS) if message.get(key)}
     try:
-        template = run.tokenizer.template
-        if is_plain:
-            return [template.render_text(messages)], True
-        rendered = template.render_text([{"role": turn.role, "content": turn.text} for turn in turns])
+        if not keys and not value.get("tools") and all(isinstance(m.get("content"), str) for m in messages):
+            return [run.tokenizer.template.render_text(messages)], eq
+        rendered = run.tokenizer.template.render_text([{"role": t.role, "content": t.text} for t in turns])
     except TorchstoneError:
-        return [], False
-    return [text for turn in turns if (text := turn.text.strip()) and text in rendered], False
+        return [], eq
+    return [text for turn in turns if (text := turn.text.strip()) and text in rendered], contains
 
 
-def _cut_pieces(text: str) -> list[str]:
-    """Some pieces of a text, evenly spread."""
-    starts = range(0, len(text), PIECE)
-    return [text[start : start + PIECE] for start in starts[:: max(1, len(starts) // MAX_PIECES)]]
-
-
-def _find_change(text: str, back: str) -> str:
-    """What a tokenizer does to a text. Many add or drop a space at its start."""
-    if text.strip(" ") == back.strip(" "):
-        return ""
-    text, back = normalize("NFKC", text), normalize("NFKC", back)
-    if text.strip() == back.strip():
-        return "come back in another Unicode form"
-    text, back = text.lower(), back.lower()
-    if text.strip() == back.strip():
-        return "come back in small letters"
-    return "change spaces" if remove_spaces(text) == remove_spaces(back) else "lose characters"
+def _find_change(run: Run, text: str) -> tuple[str, str, str]:
+    """What the tokenizer does to a text, the text, and what it becomes. Many add or drop a space at its start."""
+    ids, unknown = run.tokenizer.encode(text), run.tokenizer.hf.unk_token_id
+    back = decode(run, ids)
+    own, other = normalize("NFKC", text).strip(), normalize("NFKC", back).strip()
+    if unknown in ids:
+        change = LOST
+    elif text.strip(" ") == back.strip(" "):
+        change = ""
+    elif own == other:
+        change = "come back in another Unicode form"
+    elif own.lower() == other.lower():
+        change = "come back in small letters"
+    else:
+        change = SPACES if remove_spaces(own.lower()) == remove_spaces(other.lower()) else LOST
+    return change, text, back
 
 
 def _describe_change(text: str, back: str) -> str:
@@ -269,12 +255,12 @@ def _describe_change(text: str, back: str) -> str:
 def check_pretokenized(diagnosis: Diagnosis) -> Finding:
     """With another tokenizer the text of ids is something else, and becomes other ids."""
     run = diagnosis.run
-    rows, other = 0, list[str]()
-    for _, origin, ids, _ in sample_sequences(run, ("tokens",), 64):
-        rows, ids = rows + 1, ids[:PIECE]
-        lost = Counter(ids.tolist()) - Counter(run.tokenizer.encode(decode(run, ids)))
-        if lost.total() > max(MAX_LOST_IDS, MAX_LOST_SHARE * len(ids)):
-            other.append(origin)
+
+    def is_other(ids: np.ndarray, _: np.ndarray) -> bool:
+        lost = Counter(ids[:MAX_IDS].tolist()) - Counter(run.tokenizer.encode(decode(run, ids[:MAX_IDS])))
+        return lost.total() > max(MAX_LOST_IDS, MAX_LOST_SHARE * len(ids[:MAX_IDS]))
+
+    rows, other = search_sequences(run, ("tokens",), 64, is_other)
     if not rows:
         raise SkipCheck("no rows of token ids")
     finding = Finding(
