@@ -30,6 +30,7 @@ from torchstone.training.run import Run
 if TYPE_CHECKING:
     from torchstone.diagnosis.session import Diagnosis
 
+COLLATE = "data/collate.py"
 SHIFTS = range(-2, 7)
 # A document is shifted if this share of its labels fits a shift, and it has enough labels for that to be no accident.
 SHIFTED_SHARE, MIN_LABELS = 0.9, 4
@@ -65,8 +66,6 @@ def check_label_shift(diagnosis: Diagnosis) -> Finding:
     if (mask := _find_mask_value(wrong)) is not None:
         name = name_token(run, mask)
         return replace(failure, cause=f"labels that are not the next token are {name}; to mask a token, use -100")
-    if wrong and source == COLLATE:
-        return replace(failure, cause=f"{labels - right:,} labels are not the next token, and fit no shift")
     own = f"; {labels - right:,} are other tokens, as the rows say" if wrong else ""
     return replace(finding, measured=finding.measured + own)
 
@@ -129,9 +128,6 @@ def check_loss_tokens(diagnosis: Diagnosis) -> Finding:
     if share < MIN_TRAINED:
         return replace(failure, status="warn", cause="nearly all tokens are context, so a step learns from few tokens")
     return finding
-
-
-COLLATE = "data/collate.py"
 
 
 def _wrong_labels(document: FoundDocument) -> np.ndarray:

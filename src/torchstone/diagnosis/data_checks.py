@@ -22,7 +22,6 @@ from torchstone.diagnosis.row_checks import (
     check_duplicates,
     check_garbled_text,
     check_long_rows,
-    check_lost_rows,
     check_roles,
     check_validation_leak,
 )
@@ -40,15 +39,9 @@ from torchstone.diagnosis.tokenizer_checks import (
 DATA_CHECKS: tuple[Check, ...] = (
     Check(
         "bad_rows", "data", "critical",
-        "all rows can be read and rendered",
+        "all rows are read and rendered",
         "Training stops at the first one, or is on other data than the files have.",
         check_bad_rows,
-    ),
-    Check(
-        "lost_rows", "data", "critical",
-        "every line of the files is a row, or is counted as bad or left out",
-        "A part of the data is never seen, and nothing says so.",
-        check_lost_rows,
     ),
     Check(
         "label_shift", "data", "critical",

@@ -155,6 +155,12 @@ def check_bad_rows(diagnosis: Diagnosis) -> Finding:
         limit="none" if stops else f"{MAX_DROPPED:.0%}",
         values={"share": share, "rows": rows, "bad": number},
     )
+    for cache in (part.cache for _, part in train_parts(data.train)):
+        lines, found = _count_lines(diagnosis.run, cache), cache.counts.dropped + len(np.unique(cache.origins))
+        if lines not in (None, found):
+            cause = f"of {lines:,} lines {found:,} are used, or counted as bad or left out"
+            where, change = f"{cache.source.name}; data/sources.py", look_for_change("data/sources.py")
+            return replace(finding, status="fail", cause=cause, source=where, next_step=change)
     if share <= (0 if stops else MAX_DROPPED):
         return finding
     bad = [cache for cache in caches if cache.counts.bad_rows]
@@ -165,33 +171,6 @@ def check_bad_rows(diagnosis: Diagnosis) -> Finding:
         cause=f"training stops there: {shown}" if stops else f"what is left out is often of one kind: {shown}",
         source=f"data.on_bad_row {'stop' if stops else 'skip'}; all bad rows are in {bad[0].bad_rows_path}",
         next_step="correct the rows" + (", or leave them out: --data.on_bad_row skip" if stops else ""),
-    )
-
-
-def check_lost_rows(diagnosis: Diagnosis) -> Finding:
-    """The lines of the files, against the rows that are used and those that are counted as bad or left out."""
-    run = diagnosis.run
-    caches = [part.cache for _, part in train_parts(run.data.train)]
-    counted = [(cache, lines) for cache in caches if (lines := _count_lines(run, cache)) is not None]
-    if not counted:
-        raise SkipCheck("only lines of files that are not compressed, and not large, are counted")
-    missing = [lines - cache.counts.dropped - len(np.unique(cache.origins)) for cache, lines in counted]
-    total, number = sum(lines for _, lines in counted), max(missing, key=abs)
-    finding = Finding(
-        "pass",
-        f"{total - sum(missing):,} of {total:,} lines are used, or counted as bad or left out",
-        limit="all",
-        values={"lines": total, "missing": sum(missing)},
-    )
-    if not number:
-        return finding
-    name = counted[missing.index(number)][0].source.name
-    return replace(
-        finding,
-        status="fail",
-        cause=f"{number:,} lines of {name} are neither used nor counted as bad or left out",
-        source=f"{name}; data/sources.py",
-        next_step=look_for_change("data/sources.py"),
     )
 
 
