@@ -55,7 +55,8 @@ def check_data_order(diagnosis: Diagnosis) -> Finding:
         "pass",
         f"{len(draws):,} draws from {', '.join(f'{n:,}' for n in sizes)} samples: "
         f"{', '.join(f'{min(2, len(draws) / epoch):.3g}' for epoch in epochs)} epochs",
-        limit="each sample once per epoch, in a new order if data.shuffle; resumed where it was",
+        limit="each document in one sample, each sample once per epoch, in a new order if data.shuffle; resumed where "
+        "it was",
         values={"samples": int(starts[-1]), "draws": len(draws), "distinct": len(np.unique(draws))},
     )
     if cause is None:
@@ -102,10 +103,7 @@ def _describe_samples(train: Samples, first: int, part: CachedSamples) -> str | 
         found = [sequence.ids for sequence in train.get(first + sample)]
         has_ends = np.array_equal(start + np.cumsum([len(each) for each in found]), np.minimum(ends[documents], stop))
         if not has_ends or not np.array_equal(np.concatenate(found), ids[start - before : stop - before]):
-            name = part.cache.source.name
-            return (
-                f"sample {sample:,} of {name} does not have the tokens of its documents, from where the last one ended"
-            )
+            return f"sample {sample:,} of {part.cache.source.name} does not have the tokens of its documents"
     return None
 
 

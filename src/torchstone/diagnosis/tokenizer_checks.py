@@ -48,15 +48,8 @@ if TYPE_CHECKING:
 # Texts are compared until they have so many characters: a second.
 MAX_CHARACTERS = 1 << 20
 # What must not happen to texts: on their way from the rows, and in the tokenizer.
-OTHER, OTHER_SPACES = (
-    "are not in the tokens of their rows",
-    "have other spaces or line breaks in the tokens of their rows",
-)
+OTHER, OTHER_SPACES = "are not in the tokens of their rows", "have other spaces or line breaks in their rows' tokens"
 LOST, SPACES = "lose characters", "change spaces"
-USE_ALL_BYTES = (
-    "what is lost can be neither read nor written: use a tokenizer that has all bytes, such as one of torchstone "
-    "tokenizer train"
-)
 # Of a row of ids: so many are looked at.
 MAX_IDS = 4000
 # Of a row of ids: those that do not come back when its text is tokenized again. Some rows were joined from parts.
@@ -179,7 +172,8 @@ def check_round_trip(diagnosis: Diagnosis) -> Finding:
             is_failure = change == LOST or (change == OTHER and len(cases[change]) > MAX_WRONG * rows)
             source, next_step = "data/encode.py", f"{look_for_change('data/encode.py')}; {inspect_command(run, origin)}"
             if change in (LOST, SPACES):
-                source, next_step = f"model.tokenizer {run.tokenizer.path}", USE_ALL_BYTES
+                source = f"model.tokenizer {run.tokenizer.path}"
+                next_step = "use a tokenizer that has all bytes, such as one of torchstone tokenizer train"
             return replace(
                 finding,
                 status="fail" if is_failure else "warn",
@@ -194,8 +188,8 @@ def _find_change_in_row(run: Run, row: SampledRow) -> list[tuple[str, str, str]]
     """OTHER or OTHER_SPACES for each text that is not in the tokens of its row, the text, and what the row has.
 
     Tokens of the row are compared with those of the text, so what the tokenizer does to texts makes no difference."""
-    is_text = row.row_format in TEXT_FORMATS
-    if is_cut(run, row) and not (is_text and run.config.data.on_long_row != "truncate"):
+    has_all_pieces = row.row_format in TEXT_FORMATS and run.config.data.on_long_row != "truncate"
+    if is_cut(run, row) and not has_all_pieces:
         return []
     # A template writes special tokens itself. To other texts they are added.
     read = partial(decode, run) if row.row_format in CHAT_FORMATS else run.tokenizer.decode
