@@ -29,7 +29,7 @@ from torchstone.data.sources import (
     read_chunks,
     size_on_disk,
 )
-from torchstone.diagnosis.batch_contents import FoundDocument, Place, read_micro_batches
+from torchstone.diagnosis.batch_contents import DocumentLocation, FoundDocument, read_micro_batches
 from torchstone.diagnosis.check import SkipCheck
 from torchstone.diagnosis.turns import Turn, read_turns
 from torchstone.training.run import Run
@@ -207,7 +207,7 @@ def _collated(run: Run, sample: int) -> list[FoundDocument]:
 def _cached(cache: TokenCache, number: int) -> FoundDocument:
     """Packed text is cut somewhere else, so its labels are those that it would have alone."""
     ids = cache.sequence(number).ids
-    return FoundDocument(Place(0, 0, 0, 0), ids, np.append(ids[1:], IGNORE_INDEX), np.arange(len(ids)))
+    return FoundDocument(DocumentLocation(0, 0, 0, 0), ids, np.append(ids[1:], IGNORE_INDEX), np.arange(len(ids)))
 
 
 def _spread(values: np.ndarray, count: int) -> np.ndarray:
