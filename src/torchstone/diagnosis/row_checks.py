@@ -156,7 +156,8 @@ def check_bad_rows(diagnosis: Diagnosis) -> Finding:
         values={"share": share, "rows": rows, "bad": number},
     )
     for cache in (part.cache for _, part in train_parts(data.train)):
-        lines, found = _count_lines(diagnosis.run, cache), cache.counts.dropped + len(np.unique(cache.origins))
+        lines = _count_lines(diagnosis.run, cache)
+        found = cache.counts.dropped + int(np.count_nonzero(np.diff(cache.origins, prepend=-1)))
         if lines not in (None, found):
             cause = f"of {lines:,} lines {found:,} are used, or counted as bad or left out"
             where, change = f"{cache.source.name}; data/sources.py", look_for_change("data/sources.py")
