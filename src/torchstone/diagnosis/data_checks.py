@@ -45,13 +45,13 @@ DATA_CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "label_shift", "data", "critical",
-        "labels are the next token of the same document",
+        "labels in rows of token ids are not shifted, and masked with -100",
         "The model learns to predict another position: the loss falls, but what it writes is broken.",
         check_label_shift,
     ),
     Check(
         "padding", "data", "critical",
-        "padding has no labels",
+        "rows of token ids do not end with trained padding",
         "The loss counts padding, and the model learns to write it.",
         check_padding,
     ),
