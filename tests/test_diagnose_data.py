@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from tiny import make_llama, write_rows
 from torchstone.config.load import load_config
-from torchstone.data import loader
+from torchstone.data import encode, loader, sources
+from torchstone.data import samples as data_samples
 from torchstone.data.collate import collate
-from torchstone.data.encode import Encoder
+from torchstone.data.encode import Encoder, TokenSequence
+from torchstone.data.formats import Conversation
 from torchstone.data.loader import RunData
 from torchstone.data.sampler import InfiniteSampler, MixedSampler, Sampler
 from torchstone.data.template import TEMPLATES, ChatTemplate, RenderedConversation
@@ -25,9 +30,10 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.diagnosis.check import Finding
+from torchstone.diagnosis.checks import CHECKS
 from torchstone.diagnosis.data_checks import DATA_CHECKS
 from torchstone.diagnosis.order_checks import check_data_order
-from torchstone.diagnosis.run_checks import run_checks
+from torchstone.diagnosis.run_checks import run_check, run_checks
 from torchstone.diagnosis.sampled_rows import sample_rows
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.observe.console import Console
@@ -144,12 +150,10 @@ def assert_healthy(run: Run, *names: str) -> None:
     findings = diagnose(run)
     assert {name: finding for name, finding in findings.items() if finding.status != "pass"} == {}
     assert {
-        "label_shift",
-        "padding",
         "loss_tokens",
         "data_order",
         "id_range",
-        "dropped_rows",
+        "long_rows",
         *names,
     } <= findings.keys()
 
@@ -168,7 +172,15 @@ def assert_fault(run: Run, name: str, status: str, *causes: str, source: str = "
     return finding
 
 
-ANSWER_CHECKS = ("loss_mask", "end_of_turn", "stop_tokens", "prompt_boundary", "control_tokens", "round_trip")
+ANSWER_CHECKS = (
+    "round_trip",
+    "loss_mask",
+    "end_of_turn",
+    "stop_tokens",
+    "prompt_boundary",
+    "control_tokens",
+    "round_trip",
+)
 
 
 class TestHealthyData:
@@ -208,6 +220,8 @@ class TestHealthyData:
             is_answer = name not in ("tokens", "tokens with labels", "text", "document")
             for packing in (True, False):
                 assert_healthy(build(rows, data__packing=packing), *(ANSWER_CHECKS if is_answer else ("end_of_turn",)))
+                if "tokens" in name:
+                    assert_healthy(build(rows, data__packing=packing), "label_shift", "padding")
 
     def test_lines_csv_and_several_sources_pass(
         self, build: Callable[..., Run], tokenizer: Tokenizer, tmp_path: Path
@@ -282,40 +296,115 @@ class TestHealthyData:
             assert_healthy(run, "token_embeddings", "model_tokenizer", "unused_tokens")
 
 
+OTHER = "texts are not in the tokens of their rows: '"
+OTHER_SPACES = "texts have other spaces or line breaks in their rows' tokens: '"
+
+
+class TestTexts:
+    """What a row says is in its tokens, and nothing else."""
+
+    @pytest.mark.parametrize(
+        ("change", "status", "cause"),
+        [
+            (lambda texts: [text[: len(text) // 2] for text in texts], "fail", OTHER),
+            (lambda texts: [text.lower() for text in texts], "fail", OTHER),
+            (lambda texts: texts[::-1], "fail", OTHER),
+            (lambda texts: ["Read this.", *texts[1:]], "warn", OTHER),
+            (lambda texts: [" ".join(text.split()) for text in texts], "warn", OTHER_SPACES),
+        ],
+        ids=["half", "lower case", "other rows", "one row", "line breaks"],
+    )
+    @pytest.mark.parametrize("packing", [True, False])
+    def test_a_text_that_is_changed_is_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, change: Any, status: str, cause: str,
+        packing: bool,
+    ) -> None:  # fmt: skip
+        rows = [{"text": f"{row['text']}\n\n  {n}."} for n, row in enumerate(corpus_rows(NUM_ROWS))]
+        encode_texts = Encoder._encode_texts
+        monkeypatch.setattr(Encoder, "_encode_texts", lambda self, rows, texts: encode_texts(self, rows, change(texts)))
+        assert_fault(build(rows, data__packing=packing), "round_trip", status, cause, source="data/encode.py (")
+
+    @pytest.mark.parametrize(
+        ("change", "status", "cause"),
+        [
+            (
+                lambda messages: [m | {"content": " ".join(m["content"].split())} for m in messages],
+                "warn", OTHER_SPACES,
+            ),
+            (lambda messages: messages[-2:], "fail", OTHER),
+            (lambda messages: [{"role": "system", "content": "You are a bot."}, *messages], "fail", OTHER),
+        ],
+        ids=["line breaks", "last turns", "system"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("row_format", ["messages", "sharegpt"])
+    def test_messages_that_are_changed_are_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, row_format: str, change: Any, status: str,
+        cause: str,
+    ) -> None:  # fmt: skip
+        rows = [{"messages": row["messages"][-4:]} for row in conversations()]
+        for row in rows:
+            row["messages"][-1]["content"] += "\n\n- Yes."
+        if row_format == "sharegpt":
+            rows = [{"conversations": row["messages"]} for row in rows]
+        read = encode.read_conversation
+
+        def changed(*arguments: Any) -> Conversation:
+            conversation = read(*arguments)
+            return replace(conversation, messages=change(conversation.messages))
+
+        monkeypatch.setattr(encode, "read_conversation", changed)
+        assert_fault(build(rows), "round_trip", status, cause, source="rows.jsonl:")
+
+    def test_messages_with_calls_are_looked_for_one_by_one(
+        self, build: Callable[..., Run], chatml_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = encode.read_conversation
+
+        def without_first(*arguments: Any) -> Conversation:
+            conversation = read(*arguments)
+            return replace(conversation, messages=conversation.messages[-4:])
+
+        monkeypatch.setattr(encode, "read_conversation", without_first)
+        run = build(calls_and_reasoning(), model__tokenizer=str(chatml_dir), data__context_length=384)
+        assert_fault(run, "round_trip", "fail", OTHER)
+
+    @pytest.mark.parametrize("kind", ["bert", "nfkc"])
+    def test_rows_of_tokenizers_that_normalize_texts_have_their_text(
+        self, build: Callable[..., Run], tmp_path: Path, kind: str
+    ) -> None:
+        texts = [f"{row['text']} Déjà vu: ﬁn Ⅳ, {n}." for n, row in enumerate(corpus_rows(NUM_ROWS))]
+        bert = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+        bert.normalizer = tokenizers.normalizers.BertNormalizer() if kind == "bert" else tokenizers.normalizers.NFKC()
+        bert.pre_tokenizer, bert.decoder = tokenizers.pre_tokenizers.BertPreTokenizer(), tokenizers.decoders.WordPiece()
+        special = ["[UNK]", "[PAD]", "[CLS]", "[SEP]"]
+        bert.train_from_iterator(texts, tokenizers.trainers.WordPieceTrainer(vocab_size=600, special_tokens=special))
+        bert.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        hf = PreTrainedTokenizerFast(
+            tokenizer_object=bert, unk_token="[UNK]", pad_token="[PAD]", bos_token="[CLS]", eos_token="[SEP]",
+            chat_template=TEMPLATE.replace(END, "[SEP]") + GENERATION,
+        )  # fmt: skip
+        hf.save_pretrained(tmp_path / "bert")
+        for rows in ([{"text": text} for text in texts], conversations()):
+            finding = diagnose(build(rows, model__tokenizer=str(tmp_path / "bert")))["round_trip"]
+            # What the tokenizer does to spaces and accents is another finding.
+            assert "their rows" not in finding.measured
+
+
 def patch_collate(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int], Any]) -> None:
     """`change` gets each micro-batch and the pad id."""
     monkeypatch.setattr(loader, "collate", lambda rows, pad_id, shapes: change(collate(rows, pad_id, shapes), pad_id))
 
 
 class TestBatches:
-    @pytest.mark.parametrize(
-        ("shift", "cause"),
-        [(1, "t+2 instead of t+1 in 24 of 24 documents: they are shifted twice"), (-1, "t+0 instead of t+1")],
-    )
-    def test_shifted_labels_are_named(
-        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, shift: int, cause: str
-    ) -> None:
-        run = build(
-            [{"text": row["text"] + f" {n}"} for n, row in enumerate(corpus_rows(NUM_ROWS))], data__packing=False
-        )
-
-        def shifted(batch: Any, _: int) -> Any:
-            labels = torch.roll(batch.labels, -shift, dims=1)
-            labels[:, -1 if shift > 0 else 0] = -100
-            # Where a document ends stays without a label.
-            ends = (batch.doc_ids != -1) & (torch.roll(batch.doc_ids, -1, dims=1) == -1)
-            return batch._replace(labels=torch.where((batch.doc_ids == -1) | ends, -100, labels))
-
-        patch_collate(monkeypatch, shifted)
-        assert_fault(run, "label_shift", "fail", cause, source="data/collate.py")
-
     def test_labels_that_are_shifted_in_the_file_are_named_with_their_line(
         self, build: Callable[..., Run], tokenizer: Tokenizer
     ) -> None:
         rows = token_rows(tokenizer, mask=False)
         for row in rows[5:]:
             row["labels"] = [*row["input_ids"][1:], -100]
-        finding = assert_fault(build(rows), "label_shift", "fail", "shifted twice", "in 19 of 24 documents")
+        finding = assert_fault(build(rows), "label_shift", "fail", "t+2 instead of t+1 in 19 of 24 rows")
         assert "labels of " in str(finding.source)
         assert int(str(finding.source).rpartition(":")[2]) > 5
 
@@ -334,7 +423,7 @@ class TestBatches:
             row["labels"] = [i if i == -100 or rng.random() < 0.5 else int(rng.integers(6, 400)) for i in row["labels"]]
         finding = diagnose(build(rows))["label_shift"]
         assert finding.status == "pass"
-        assert "as the rows say" in finding.measured
+        assert finding.values["others"] > 50
 
     def test_labels_across_documents_are_found(
         self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
@@ -348,17 +437,10 @@ class TestBatches:
             return batch._replace(labels=torch.where(is_followed, following, -100))
 
         patch_collate(monkeypatch, crossing)
-        assert_fault(run, "label_shift", "fail", "it predicts what another document says")
-
-    def test_labels_of_padding_are_found(
-        self, build: Callable[..., Run], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        run = build(list(corpus_rows(NUM_ROWS)), data__packing=False)
-        patch_collate(
-            monkeypatch,
-            lambda batch, pad_id: batch._replace(labels=torch.where(batch.doc_ids == -1, pad_id, batch.labels)),
-        )
-        assert_fault(run, "padding", "fail", "<|pad|> (id 1) instead of -100", source="data/collate.py")
+        assert_healthy(run)
+        batch = run_check(Diagnosis(run), next(check for check in CHECKS if check.name == "batch"))
+        assert batch.status == "fail"
+        assert "documents have other labels than their rows" in str(batch.cause)
 
     def test_padding_in_rows_is_found(self, build: Callable[..., Run], tokenizer: Tokenizer) -> None:
         rows = token_rows(tokenizer, mask=False)
@@ -382,6 +464,17 @@ class TestBatches:
             row["labels"] = [-100] * len(row["labels"])
         run = build(rows, training__global_batch_size=24)
         assert_fault(run, "loss_tokens", status, "nothing is learned from them", source="rows.jsonl:4")
+
+
+def part_from_start(samples: data_samples.StreamSamples, sequence: TokenSequence) -> TokenSequence:
+    """As if the offset in the document were forgotten."""
+    documents = (samples.cache.sequence(number) for number in range(len(samples.cache)))
+    whole = next(each for each in documents if sequence.ids.tobytes() in each.ids.tobytes())
+    return whole.part(0, len(sequence.ids))
+
+
+def join(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    return TokenSequence(*(np.concatenate([getattr(each, name) for each in sequences]) for name in ("ids", "labels")))
 
 
 class TestOrder:
@@ -442,6 +535,48 @@ class TestOrder:
             lambda data, seed, shuffle, consumed=0: MixedSampler([24, 24], [1, 1], seed, shuffle, consumed),
         )
         assert_fault(run, "data_order", "fail", "source 1 has 50.0% of the samples, but its share", "is 75.0%")
+
+    @pytest.mark.parametrize(
+        ("name", "packing", "change"),
+        [
+            ("StreamSamples", "stream", lambda self, first, *others: [part_from_start(self, first), *others]),
+            ("StreamSamples", "stream", lambda self, *sequences: sequences[1:] or sequences),
+            ("StreamSamples", "stream", lambda self, *sequences: [join(sequences)]),
+            ("BestFitSamples", "best-fit", lambda self, *sequences: [*sequences[:-1], sequences[-1].part(0, 9)]),
+            ("BestFitSamples", "best-fit", lambda self, *sequences: [sequences[0]] * len(sequences)),
+            ("BestFitSamples", "best-fit", lambda self, *sequences: [join(sequences)]),
+        ],
+        ids=["offset", "first lost", "joined", "cut", "repeated", "best-fit joined"],
+    )
+    def test_samples_that_are_not_their_documents_are_found(
+        self, build: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, packing: str,
+        change: Any,
+    ) -> None:  # fmt: skip
+        chat, texts = (write_rows(tmp_path / f"{n}.jsonl", rows) for n, rows in
+                       enumerate((conversations(), corpus_rows(60))))  # fmt: skip
+        run = build(chat, data__path=f"{chat},{texts}", data__text_packing=packing, data__validation_split=0.2)
+        assert_healthy(run, "data_order")
+        samples = getattr(data_samples, name)
+        get = samples.get
+        monkeypatch.setattr(samples, "get", lambda self, index: list(change(self, *get(self, index))))
+        finding = check_data_order(Diagnosis(run))
+        assert finding.status == "fail"
+        assert "1.jsonl does not have the tokens of its documents" in str(finding.cause)
+
+    @pytest.mark.parametrize("packing", ["stream", "best-fit"])
+    @pytest.mark.parametrize(
+        ("change", "cause"), [(lambda n: n[:-3], "3 documents of "), (lambda n: [*n, 5, 5], "2 d")]
+    )
+    def test_documents_that_are_lost_or_repeated_are_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, packing: str, change: Any, cause: str
+    ) -> None:
+        make = loader._make_samples
+        monkeypatch.setattr(
+            loader, "_make_samples", lambda data, cache, indices: make(data, cache, np.array(change(indices)))
+        )
+        finding = check_data_order(Diagnosis(build(list(corpus_rows(NUM_ROWS)), data__text_packing=packing)))
+        assert finding.status == "fail"
+        assert cause in str(finding.cause)
 
     def test_data_that_are_not_shuffled_pass(self, build: Callable[..., Run]) -> None:
         assert_healthy(build(conversations(), data__shuffle=False), "data_order")
@@ -605,8 +740,9 @@ class TestMasks:
     def test_cut_answers_are_found(self, build: Callable[..., Run], how: str, status: str) -> None:
         run = build(conversations(), data__on_long_row=how, data__context_length=24)
         findings = diagnose(run)
-        assert findings["cut_answers"].status == status
-        assert f"data.on_long_row {how}, such as" in str(findings["cut_answers"].source)
+        assert findings["long_rows"].status == status
+        assert "a cut answer has no end" in str(findings["long_rows"].cause)
+        assert f"data.on_long_row {how}, such as" in str(findings["long_rows"].source)
 
 
 class TestTokenizers:
@@ -670,8 +806,9 @@ class TestTokenizers:
             ({"type": "Replace", "pattern": {"Regex": "[aeiou]"}, "content": ""}, "fail", "texts lose characters: '"),
             ({"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}, "warn", "texts change spaces: '"),
             ({"type": "Lowercase"}, "pass", ""),
+            ({"type": "NFKC"}, "pass", ""),
         ],
-        ids=["vowels", "line breaks", "case"],
+        ids=["vowels", "line breaks", "case", "NFKC"],
     )
     def test_a_tokenizer_that_changes_texts_is_found(
         self, build: Callable[..., Run], tokenizer_dir: Path, tmp_path: Path, normalizer: Row, status: str, cause: str
@@ -679,10 +816,9 @@ class TestTokenizers:
         load_tokenizer(tokenizer_dir).save(tmp_path / "tokenizer")
         file = tmp_path / "tokenizer" / "tokenizer.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
-        rows = [{"text": row["text"].replace(". ", ".\n\n    ")} for row in corpus_rows(NUM_ROWS)]
+        rows = [{"text": row["text"].replace(". ", ".\n\n    ") + "ﬁ"} for row in corpus_rows(NUM_ROWS)]
         run = build(rows, model__tokenizer=str(tmp_path / "tokenizer"))
         if status == "pass":
-            assert "24 come back in small letters" in diagnose(run)["round_trip"].measured
             assert_healthy(run, "round_trip")
         else:
             assert_fault(run, "round_trip", status, cause, source="model.tokenizer")
@@ -726,9 +862,12 @@ class TestRows:
         some = [*rows, *rows[:6]]
         assert_fault(build(some), "duplicates", "warn", "learned by heart", source="rows.jsonl:25 is ")
 
-    def test_answers_that_are_all_the_same_are_found(self, build: Callable[..., Run]) -> None:
-        rows = [{"instruction": row["messages"][-2]["content"], "output": "Yes."} for row in conversations()]
-        assert_fault(build(rows), "answers", "warn", "ignore the question", source="rows.jsonl:1; data.columns")
+    def test_pieces_of_one_row_are_no_copies_of_it(self, build: Callable[..., Run]) -> None:
+        text = {"text": "The same words come again and again. " * 400}
+        run = build([text], data__packing=False, data__context_length=111)
+        assert len(run.data.train) > 40
+        assert diagnose(run)["duplicates"].values["distinct"] < 30
+        assert_healthy(run, "duplicates")
 
     def test_roles_that_are_swapped_are_found(self, build: Callable[..., Run]) -> None:
         swapped = {"user": "assistant", "assistant": "user"}
@@ -738,11 +877,6 @@ class TestRows:
         finding = diagnose(build(rows))["roles"]
         assert (finding.status, finding.values["begin"]) == ("fail", finding.values["rows"])
         assert "user and assistant are swapped" in str(finding.cause)
-
-    def test_answers_from_the_column_of_the_questions_are_found(self, build: Callable[..., Run]) -> None:
-        rows = [{"q": row["messages"][-2]["content"], "a": "Yes."} for row in conversations()]
-        run = build(rows, data__columns="instruction=q,output=q")
-        assert_fault(run, "answers", "warn", "repeat the question", source="data.columns")
 
     @pytest.mark.parametrize(("leaked", "status"), [(1, "warn"), (12, "fail")])
     def test_validation_rows_in_the_training_data_are_found(
@@ -760,7 +894,23 @@ class TestRows:
             {"messages": [*row["messages"][:-1], {"role": "assistant", "content": "A" * 300}]} for row in rows[4:18]
         ]
         run = build([*long, *rows[18:]])
-        assert_fault(run, "dropped_rows", "fail", "of one kind", source="data.on_long_row")
+        assert_fault(run, "long_rows", "fail", "of one kind", source="data.on_long_row")
+
+    @pytest.mark.parametrize("row_format", ["messages", "lines"])
+    def test_rows_that_are_lost_are_found(
+        self, build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row_format: str
+    ) -> None:
+        path = tmp_path / "lines.txt"
+        path.write_text("\ufeff\n" + "\n\n".join(row["text"] for row in corpus_rows(NUM_ROWS)))
+        rows = [*conversations(), {"messages": []}] if row_format == "messages" else path
+        changes = {"data__on_bad_row": "skip", "data__max_samples": 20, "data__format": row_format}
+        finding = diagnose(build(rows, **changes))["bad_rows"]
+        assert (finding.status, finding.values["rows"]) == ("pass", 20)
+        parse = sources._parse_rows
+        monkeypatch.setattr(sources, "_parse_rows", lambda *arguments: islice(parse(*arguments), 12))
+        lines = len(conversations()) + (row_format == "messages")
+        run = build(rows, **changes | {"data__max_samples": None})
+        assert_fault(run, "bad_rows", "fail", f"of {lines} lines 12 are used, or counted as bad or left out")
 
     def test_bad_rows_are_found(self, build: Callable[..., Run]) -> None:
         rows = conversations()

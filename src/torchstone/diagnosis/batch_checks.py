@@ -1,7 +1,7 @@
-"""Checks of the labels in the micro-batches: is each the next token of its document, and are there enough?
+"""Checks of labels: are those in rows of token ids right, and are there enough in a step?
 
-They need nothing but the ids: a label must be the id one position later in the same document. So they find labels that
-are wrong in the rows as well as those that are made wrong later.
+Rows of ids can have labels that are shifted already, another value for masked ones, or padding. What goes wrong after
+the rows is for `batch` to find.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchstone.data.collate import PADDING_DOC_ID
 from torchstone.data.formats import IGNORE_INDEX, TEXT_FORMATS
-from torchstone.diagnosis.batch_contents import FoundDocument
+from torchstone.diagnosis.batch_contents import Document
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.sampled_rows import (
     MAX_WRONG,
@@ -23,14 +22,14 @@ from torchstone.diagnosis.sampled_rows import (
     name_token,
     sample_sequences,
     sample_step,
+    search_sequences,
 )
-from torchstone.training.run import Run
 
 if TYPE_CHECKING:
     from torchstone.diagnosis.session import Diagnosis
 
-SHIFTS = range(-2, 7)
-# A document is shifted if this share of its labels fits a shift, and it has enough labels for that to be no accident.
+SHIFTS = range(-3, 6)
+# A row is shifted if this share of its labels fits a shift, and it has enough labels for that to be no accident.
 SHIFTED_SHARE, MIN_LABELS = 0.9, 4
 # Nearly all labels that mean "masked", but are not -100, are the same, and there are many.
 MASK_VALUE_SHARE, MIN_MASK_VALUES = 0.9, 8
@@ -41,66 +40,61 @@ MIN_TRAINED, MIN_TRAINED_TEXT = 0.005, 0.9
 
 def check_label_shift(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    indices, _, documents = sample_step(run)
-    labels = sum(int((d.labels[:-1] != IGNORE_INDEX).sum()) for d in documents)
-    right = sum(int((d.labels[:-1] == d.ids[1:]).sum()) for d in documents)
-    # A label of padding in the last position is for another check.
-    crossing = sum(d.labels[-1] not in (IGNORE_INDEX, run.data.pad_id) for d in documents)
-    if not labels + crossing:
-        raise SkipCheck("no position has a label: see loss_tokens")
+    rows = [Document(ids, labels, origin) for _, origin, ids, labels in sample_sequences(run, ("tokens",), 512)]
+    labels = sum(int((row.labels[1:] != IGNORE_INDEX).sum()) for row in rows)
+    if not labels:
+        raise SkipCheck("no rows of token ids with labels: the labels of other rows are their ids")
+    wrong = [row for row in rows if (_wrong_labels(row) != IGNORE_INDEX).any()]
+    others = sum(int((_wrong_labels(row) != IGNORE_INDEX).sum()) for row in wrong)
     finding = Finding(
         "pass",
-        f"{right:,} of {labels:,} labels are the next token of their document ({len(indices)} samples)",
-        limit="all",
-        values={"labels": labels, "right": right, "crossing": crossing},
+        f"{labels - others:,} of {labels:,} labels in {len(rows)} rows of ids are their own id, {others:,} another one",
+        limit="all, but for other ids that fit no shift",
+        values={"labels": labels, "others": others},
     )
-    source, next_step = _label_source(run, indices)
-    failure = replace(finding, status="fail", source=source, next_step=next_step)
-    wrong = [d for d in documents if (_wrong_labels(d) != IGNORE_INDEX).any()]
-    shifts = Counter(shift for shift in map(_find_shift, wrong) if shift != 1)
+    shifts, mask = Counter(shift for shift in map(_find_shift, wrong) if shift), _find_mask_value(wrong)
     if shifts:
         shift, count = shifts.most_common(1)[0]
-        times = {0: ": they are not shifted", 2: ": they are shifted twice"}.get(shift, "")
-        cause = f"position t has the label of token t{shift:+} instead of t+1 in {count} of {len(documents)} documents"
-        return replace(failure, cause=cause + times)
-    if crossing:
-        return replace(failure, cause=f"{crossing} documents end with a label: it predicts what another document says")
-    if (mask := _find_mask_value(wrong)) is not None:
-        name = name_token(run, mask)
-        return replace(failure, cause=f"labels that are not the next token are {name}; to mask a token, use -100")
-    if wrong and source == COLLATE:
-        return replace(failure, cause=f"{labels - right:,} labels are not the next token, and fit no shift")
-    own = f"; {labels - right:,} are other tokens, as the rows say" if wrong else ""
-    return replace(finding, measured=finding.measured + own)
+        cause = (
+            f"position t learns token t{shift + 1:+} instead of t+1 in {count} of {len(rows)} rows: labels are shifted "
+        )
+        cause += "already, and are shifted again in training"
+    elif mask is not None:
+        cause = f"labels that are not their own id are {name_token(run, mask)}; to mask a token, use -100"
+    else:
+        return finding
+    origin = wrong[0].origin
+    next_step = f"write one label per id: the same id, or -100 to mask it; {inspect_command(run, origin)}"
+    return replace(finding, status="fail", cause=cause, source=f"labels of {origin}", next_step=next_step)
 
 
 def check_padding(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    _, batch, documents = sample_step(run)
-    is_padding = [(micro_batch.doc_ids == PADDING_DOC_ID).numpy() for micro_batch in batch.micro_batches]
-    labels = [m.labels.numpy()[mask] for m, mask in zip(batch.micro_batches, is_padding, strict=True)]
-    # After the last token of a document, the next id may be padding.
-    labels.append(np.array([d.labels[-1] for d in documents if d.labels[-1] == run.data.pad_id], dtype=np.int64))
-    trained = np.concatenate(labels)
-    trained = trained[trained != IGNORE_INDEX]
-    padded, rows, example = _count_padded_rows(run)
+    pad_ids = {run.data.pad_id, run.tokenizer.hf.pad_token_id, run.tokenizer.hf.eos_token_id}
+
+    def is_padded(ids: np.ndarray, labels: np.ndarray) -> bool:
+        # One eos is the end of a text.
+        return len(ids) > 2 and ids[-1] == ids[-2] == labels[-1] == labels[-2] and int(ids[-1]) in pad_ids
+
+    rows, padded = search_sequences(run, ("tokens",), 512, is_padded)
+    if not rows:
+        raise SkipCheck("no rows of token ids")
     finding = Finding(
         "pass",
-        f"{len(trained):,} labels at {sum(int(mask.sum()) for mask in is_padding):,} positions of padding"
-        + (f"; {padded} of {rows} rows of input_ids end with trained padding" if rows else ""),
-        limit=f"no label; {MAX_WRONG:.0%} of the rows",
-        values={"labels": len(trained), "padded_rows": padded, "rows": rows},
+        f"{len(padded)} of {rows} rows of input_ids end with trained padding",
+        limit=f"{MAX_WRONG:.0%} of the rows",
+        values={"padded_rows": len(padded), "rows": rows},
     )
-    if len(trained):
-        name = name_token(run, Counter(trained.tolist()).most_common(1)[0][0])
-        cause = f"the labels of padding are {name} instead of -100, so the loss counts padding"
-        return replace(finding, status="fail", cause=cause, source=COLLATE, next_step=NO_SETTING)
-    if padded > MAX_WRONG * rows and example is not None:
-        cause = "input_ids end with padding whose labels are not -100: the model learns to write padding"
-        next_step = "leave the padding out of input_ids (micro-batches are padded later), or give it labels of -100; "
-        next_step += inspect_command(run, example)
-        return replace(finding, status="fail", cause=cause, source=f"input_ids of {example}", next_step=next_step)
-    return finding
+    if len(padded) <= MAX_WRONG * rows:
+        return finding
+    return replace(
+        finding,
+        status="fail",
+        cause="input_ids end with padding whose labels are not -100: the model learns to write padding",
+        source=f"input_ids of {padded[0]}",
+        next_step="leave the padding out of input_ids (micro-batches are padded later), or give it labels of -100; "
+        + inspect_command(run, padded[0]),
+    )
 
 
 def check_loss_tokens(diagnosis: Diagnosis) -> Finding:
@@ -132,56 +126,28 @@ def check_loss_tokens(diagnosis: Diagnosis) -> Finding:
     return finding
 
 
-COLLATE = "data/collate.py"
-NO_SETTING = "no setting does this: look for a change in data/collate.py, and report it if there is none"
+def _wrong_labels(row: Document) -> np.ndarray:
+    """The labels, and -100 where they are their own id."""
+    return np.where(row.labels == row.ids, IGNORE_INDEX, row.labels)[1:]
 
 
-def _wrong_labels(document: FoundDocument) -> np.ndarray:
-    """The labels, and -100 where they are the next token."""
-    labels = document.labels[:-1]
-    return np.where(labels == document.ids[1:], IGNORE_INDEX, labels)
-
-
-def _find_shift(document: FoundDocument) -> int:
-    """By how many positions nearly all labels are shifted; 1 if that cannot be told."""
-    positions = np.flatnonzero(document.labels != IGNORE_INDEX)
+def _find_shift(row: Document) -> int:
+    """By how many positions nearly all labels are shifted; 0 if that cannot be told."""
+    positions = np.flatnonzero(row.labels != IGNORE_INDEX)
     shares = {}
     for shift in SHIFTS:
-        inside = positions[(positions + shift >= 0) & (positions + shift < len(document.ids))]
+        inside = positions[(positions + shift >= 0) & (positions + shift < len(row.ids))]
         if len(inside) >= MIN_LABELS:
-            shares[shift] = float((document.labels[inside] == document.ids[inside + shift]).mean())
-    best = max(shares, key=shares.__getitem__, default=1)
-    return best if shares and shares[best] >= SHIFTED_SHARE else 1
+            shares[shift] = float((row.labels[inside] == row.ids[inside + shift]).mean())
+    best = max(shares, key=shares.__getitem__, default=0)
+    return best if shares and shares[best] >= SHIFTED_SHARE else 0
 
 
-def _find_mask_value(documents: Sequence[FoundDocument]) -> int | None:
-    """The id of nearly all labels that are not the next token."""
+def _find_mask_value(documents: Sequence[Document]) -> int | None:
+    """The id of nearly all labels that are not their own id."""
     wrong = np.concatenate([np.zeros(0, dtype=np.int64), *map(_wrong_labels, documents)])
     counts = Counter(wrong[wrong != IGNORE_INDEX].tolist())
     for value, count in counts.most_common(1):
         if count >= max(MIN_MASK_VALUES, MASK_VALUE_SHARE * counts.total()):
             return value
     return None
-
-
-def _label_source(run: Run, indices: np.ndarray) -> tuple[str, str]:
-    """Where labels come from that are not the next token, and what to do: the rows, or what collates them."""
-    for index in map(int, indices):
-        for sequence, origin in zip(run.data.train.get(index), run.data.train.origins(index), strict=True):
-            if ((sequence.labels != IGNORE_INDEX) & (sequence.labels != sequence.ids)).any():
-                next_step = "write one label per id: the same id, or -100 to mask it; labels are shifted in training; "
-                return f"labels of {origin}", next_step + inspect_command(run, origin)
-    return COLLATE, NO_SETTING
-
-
-def _count_padded_rows(run: Run) -> tuple[int, int, str | None]:
-    """Of rows of token ids: those that end with trained padding, all of them, and the first of the former."""
-    hf = run.tokenizer.hf
-    pad_ids = {run.data.pad_id, hf.pad_token_id, hf.eos_token_id}
-    padded, rows, example = 0, 0, None
-    for _, origin, ids, labels in sample_sequences(run, ("tokens",), 512):
-        rows += 1
-        # One eos is the end of a text.
-        if len(ids) > 2 and ids[-1] == ids[-2] == labels[-1] == labels[-2] and int(ids[-1]) in pad_ids:
-            padded, example = padded + 1, example or origin
-    return padded, rows, example

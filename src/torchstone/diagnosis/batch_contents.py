@@ -37,7 +37,7 @@ class Document(NamedTuple):
         return np.append(self.labels[shift:], [IGNORE_INDEX] * min(shift, len(self.labels))).astype(np.int64)
 
 
-class Place(NamedTuple):
+class DocumentLocation(NamedTuple):
     """Where a document is: its data-parallel rank, micro-step, row and number in the row."""
 
     rank: int
@@ -46,10 +46,14 @@ class Place(NamedTuple):
     number: int
 
 
+# hypotheses.py still has this name.
+Place = DocumentLocation
+
+
 class FoundDocument(NamedTuple):
     """A document of a micro-batch. `labels[t]` is what the loss expects after `ids[t]`, or -100."""
 
-    place: Place
+    place: DocumentLocation
     ids: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
@@ -69,7 +73,7 @@ class FoundDocument(NamedTuple):
 class RowShape:
     """A row of a micro-batch: its length, and how many labels its padding has."""
 
-    place: Place
+    place: DocumentLocation
     length: int
     labels_on_padding: int
 
@@ -79,7 +83,7 @@ class BatchContents:
     """`places`: of each expected document, None if it is missing. `extra`: documents that should not be there."""
 
     expected: Sequence[Document]
-    places: Sequence[Place | None]
+    places: Sequence[DocumentLocation | None]
     found: Sequence[FoundDocument]
     extra: Sequence[FoundDocument]
     rows: Sequence[RowShape]
@@ -187,7 +191,7 @@ def read_contents(
     return BatchContents(expected, places, found, extra, rows)
 
 
-def _take_place(same: list[FoundDocument], document: Document) -> Place | None:
+def _take_place(same: list[FoundDocument], document: Document) -> DocumentLocation | None:
     """Removes one of the documents with the same ids and returns its place: if possible, one with the same labels."""
     if not same:
         return None
@@ -204,10 +208,10 @@ def read_micro_batches(micro_batches: Sequence[MicroBatch], rank: int) -> tuple[
         for row in range(len(ids_BT)):
             numbers = doc_ids_BT[row]
             on_padding = int((labels_BT[row][numbers == PADDING_DOC_ID] != IGNORE_INDEX).sum())
-            rows.append(RowShape(Place(rank, micro_step, row, 0), len(numbers), on_padding))
+            rows.append(RowShape(DocumentLocation(rank, micro_step, row, 0), len(numbers), on_padding))
             for number in dict.fromkeys(numbers[numbers != PADDING_DOC_ID].tolist()):
                 own = numbers == number
-                place = Place(rank, micro_step, row, int(number))
+                place = DocumentLocation(rank, micro_step, row, int(number))
                 documents.append(FoundDocument(place, ids_BT[row, own], labels_BT[row, own], positions_BT[row, own]))
     return documents, rows
 

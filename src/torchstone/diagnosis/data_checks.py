@@ -8,7 +8,6 @@ from __future__ import annotations
 from torchstone.diagnosis.batch_checks import check_label_shift, check_loss_tokens, check_padding
 from torchstone.diagnosis.check import Check
 from torchstone.diagnosis.mask_checks import (
-    check_cut_answers,
     check_end_of_turn,
     check_loss_mask,
     check_pretokenized_mask,
@@ -18,12 +17,11 @@ from torchstone.diagnosis.mask_checks import (
 )
 from torchstone.diagnosis.order_checks import check_data_order
 from torchstone.diagnosis.row_checks import (
-    check_answers,
     check_bad_rows,
     check_control_tokens,
-    check_dropped_rows,
     check_duplicates,
     check_garbled_text,
+    check_long_rows,
     check_roles,
     check_validation_leak,
 )
@@ -41,19 +39,19 @@ from torchstone.diagnosis.tokenizer_checks import (
 DATA_CHECKS: tuple[Check, ...] = (
     Check(
         "bad_rows", "data", "critical",
-        "all rows can be read and rendered",
+        "all rows are read and rendered",
         "Training stops at the first one, or is on other data than the files have.",
         check_bad_rows,
     ),
     Check(
         "label_shift", "data", "critical",
-        "labels are the next token of the same document",
+        "labels in rows of token ids are not shifted, and masked with -100",
         "The model learns to predict another position: the loss falls, but what it writes is broken.",
         check_label_shift,
     ),
     Check(
         "padding", "data", "critical",
-        "padding has no labels",
+        "rows of token ids do not end with trained padding",
         "The loss counts padding, and the model learns to write it.",
         check_padding,
     ),
@@ -100,12 +98,6 @@ DATA_CHECKS: tuple[Check, ...] = (
         check_thinking,
     ),
     Check(
-        "cut_answers", "data", "major",
-        "answers are not cut",
-        "The model learns from answers without an end.",
-        check_cut_answers,
-    ),
-    Check(
         "double_bos", "data", "major",
         "texts begin with at most one BOS token",
         "The model is trained on a beginning that it does not get when it is used.",
@@ -148,9 +140,9 @@ DATA_CHECKS: tuple[Check, ...] = (
         check_pretokenized_mask,
     ),
     Check(
-        "round_trip", "data", "major",
-        "the tokenizer keeps texts as they are",
-        "What is lost can be neither read nor written by the model.",
+        "round_trip", "data", "critical",
+        "the tokens of a row have its text, and no other",
+        "The model is trained on other texts than the files have, and can write nothing that its tokens do not have.",
         check_round_trip,
     ),
     Check(
@@ -172,12 +164,6 @@ DATA_CHECKS: tuple[Check, ...] = (
         check_duplicates,
     ),
     Check(
-        "answers", "data", "major",
-        "answers differ from each other, and from their questions",
-        "The model learns one answer, or to repeat the question.",
-        check_answers,
-    ),
-    Check(
         "roles", "data", "critical",
         "conversations begin with a question and end with an answer",
         "The model learns to ask instead of to answer.",
@@ -190,10 +176,10 @@ DATA_CHECKS: tuple[Check, ...] = (
         check_validation_leak,
     ),
     Check(
-        "dropped_rows", "data", "major",
-        "nearly all rows are used",
-        "The model is trained on another mixture than the files have.",
-        check_dropped_rows,
+        "long_rows", "data", "major",
+        "nearly all rows are used, and no answer is cut",
+        "The model is trained on another mixture than the files have, or on answers without an end.",
+        check_long_rows,
     ),
     Check(
         "garbled_text", "data", "minor",

@@ -65,8 +65,8 @@ class ComparedMask:
 
     row: SampledRow
     parts: Sequence[Part]
-    sides: np.ndarray
-    owners: np.ndarray
+    expected_mask: np.ndarray
+    part_of_token: np.ndarray
     ends: list[int]
     mask: np.ndarray
 
@@ -76,13 +76,13 @@ class ComparedMask:
         return sorted({part.turn for part in self.parts if not part.is_template})
 
     def find_wrong(self, mask: np.ndarray) -> np.ndarray:
-        return np.flatnonzero((self.sides != EITHER) & (self.sides != mask))
+        return np.flatnonzero((self.expected_mask != EITHER) & (self.expected_mask != mask))
 
     @property
     def wrong_texts(self) -> dict[int, Part]:
         """By turn, its first text that is on the wrong side of the mask."""
-        owners = self.owners[self.find_wrong(self.mask)]
-        parts = [self.parts[owner] for owner in np.unique(owners[owners >= 0]).tolist()]
+        numbers = self.part_of_token[self.find_wrong(self.mask)]
+        parts = [self.parts[number] for number in np.unique(numbers[numbers >= 0]).tolist()]
         return {part.turn: part for part in reversed(parts) if not part.is_template}
 
     @property
@@ -90,19 +90,19 @@ class ComparedMask:
         """Tokens that the template writes, and that are trained."""
         is_template = np.array([*(part.is_template for part in self.parts), True])
         wrong = self.find_wrong(self.mask)
-        return wrong[is_template[self.owners[wrong]]]
+        return wrong[is_template[self.part_of_token[wrong]]]
 
     def is_right(self, mask: np.ndarray) -> bool:
         return not len(self.find_wrong(mask)) and bool(mask[self.ends].all())
 
 
 class TokenTexts:
-    """The texts of tokens, from `starts` to `stops` in `text`, which has all of them; `words` is it without spaces."""
+    """The texts of tokens, from `starts` to `stops` in `text`, which has all of them."""
 
     def __init__(self, run: Run, ids: np.ndarray) -> None:
         pieces = _decode_each(run, ids)
         self.text = "".join(pieces)
-        self.words = squeeze(self.text)
+        self.text_without_spaces = remove_spaces(self.text)
         self.stops = np.cumsum([len(piece) for piece in pieces])
         self.starts = np.append(0, self.stops[:-1])
         is_word = ~np.isin(np.array([self.text]).view(np.uint32), SPACES)
@@ -117,8 +117,8 @@ class TokenTexts:
         return np.flatnonzero((self.stops > start) & (self.starts < stop))
 
     def locate(self, part: Part, at: int) -> Part:
-        """The part at this place among `words`."""
-        start, end = int(self.places[at]), int(self.places[at + len(squeeze(part.text)) - 1]) + 1
+        """The part at this place in `text_without_spaces`."""
+        start, end = int(self.places[at]), int(self.places[at + len(remove_spaces(part.text)) - 1]) + 1
         following = self.text[end : end + len(part.text) - len(part.text.rstrip())]
         return replace(part, start=start, end=end, stop=end + len(following) - len(following.lstrip()))
 
@@ -143,27 +143,28 @@ def compare_mask(run: Run, row: SampledRow, template: TemplateTexts) -> Compared
     is_all = run.config.data.train_on == "all" or row.row.value.get("unmask") is True
     texts = TokenTexts(run, ids)
     # Some decoders give other texts for single tokens.
-    parts = _find_parts(run, row, template, texts) if texts.words == squeeze(decode(run, ids)) else []
-    sides, owners, ends = np.full(len(ids), EITHER), np.full(len(ids), -1), list[int]()
+    is_whole = texts.text_without_spaces == remove_spaces(decode(run, ids))
+    parts = _find_parts(run, row, template, texts) if is_whole else []
+    expected, part_of_token, ends = np.full(len(ids), EITHER), np.full(len(ids), -1), list[int]()
     for before, after in pairwise([None, *parts, None]):
         if not is_all and _is_masked_between(before, after, turns):
             inside = texts.inside(before.stop if before else 0, after.start if after else len(texts.text))
-            sides[inside[texts.counts[texts.starts[inside]] < texts.counts[texts.stops[inside]]]] = MASKED
+            expected[inside[texts.counts[texts.starts[inside]] < texts.counts[texts.stops[inside]]]] = MASKED
     for number, part in enumerate(parts):
         is_trained, overlapping = turns[part.turn].is_trained, texts.overlapping(part.start, part.end)
-        tokens, side = texts.inside(part.start, part.stop), MASKED
+        tokens, value = texts.inside(part.start, part.stop), MASKED
         if part.is_template:
-            side = EITHER if is_all or (is_trained and part.kind == "end") else MASKED
+            value = EITHER if is_all or (is_trained and part.kind == "end") else MASKED
         elif is_trained:
-            tokens, side = overlapping, TRAINED
-        sides[tokens], owners[tokens] = side, number
+            tokens, value = overlapping, TRAINED
+        expected[tokens], part_of_token[tokens] = value, number
         if part.kind == "end" and is_trained and turns[part.turn].role == "assistant":
             end_ids = {*run.tokenizer.stop_ids, *run.tokenizer.hf.added_tokens_decoder}
             ends += [token for token in overlapping.tolist() if int(ids[token]) in end_ids][:1]
     # Nothing predicts the first token.
-    sides[0] = EITHER
+    expected[0] = EITHER
     mask = np.concatenate(([False], row.documents[0].labels[:-1] != IGNORE_INDEX))
-    return ComparedMask(row, parts, sides, owners, ends, mask)
+    return ComparedMask(row, parts, expected, part_of_token, ends, mask)
 
 
 def _is_masked_between(before: Part | None, after: Part | None, turns: Sequence[Turn]) -> bool:
@@ -180,60 +181,60 @@ def _is_masked_between(before: Part | None, after: Part | None, turns: Sequence[
 
 def _find_parts(run: Run, row: SampledRow, template: TemplateTexts, texts: TokenTexts) -> list[Part]:
     """Those that are in the text, at a place that is the only possible one, in order."""
-    parts = [part for part in _list_parts(run, row, template, texts.words) if squeeze(part.text)]
-    words, places = [squeeze(part.text) for part in parts], [-1] * len(parts)
+    parts = [part for part in _list_parts(run, row, template, texts.text_without_spaces) if remove_spaces(part.text)]
+    targets, places = [remove_spaces(part.text) for part in parts], [-1] * len(parts)
     # At first long texts, which templates seldom drop. A system message may be written elsewhere.
     is_sure = [part.kind == "text" and row.turns[part.turn].role != "system" for part in parts]
-    chosen = [n for n, word in enumerate(words) if is_sure[n] and len(word) >= MIN_TEXT]
-    _search(texts.words, words, chosen, places, 0, len(texts.words))
+    chosen = [n for n, target in enumerate(targets) if is_sure[n] and len(target) >= MIN_TEXT]
+    _search(texts.text_without_spaces, targets, chosen, places, 0, len(texts.text_without_spaces))
     for _ in range(2):
         # Then what may be between two of them.
         found = [n for n, place in enumerate(places) if place >= 0]
         for before, after in pairwise([-1, *found, len(parts)]):
-            start = places[before] + len(words[before]) if before >= 0 else 0
-            stop = places[after] if after < len(parts) else len(texts.words)
-            _search(texts.words, words, range(before + 1, after), places, start, stop)
+            start = places[before] + len(targets[before]) if before >= 0 else 0
+            stop = places[after] if after < len(parts) else len(texts.text_without_spaces)
+            _search(texts.text_without_spaces, targets, range(before + 1, after), places, start, stop)
     return [texts.locate(part, at) for part, at in zip(parts, places, strict=True) if at >= 0]
 
 
-def _search(text: str, words: Sequence[str], chosen: Sequence[int], places: list[int], start: int, stop: int) -> None:
-    """Sets the places of the chosen words that are the same if one searches from the start and from the stop."""
+def _search(text: str, targets: Sequence[str], chosen: Sequence[int], places: list[int], start: int, stop: int) -> None:
+    """Sets the places of the chosen targets that are the same if one searches from the start and from the stop."""
     first, at = dict[int, int](), start
     for number in chosen:
-        if (place := text.find(words[number], at, stop)) >= 0:
-            first[number], at = place, place + len(words[number])
+        if (place := text.find(targets[number], at, stop)) >= 0:
+            first[number], at = place, place + len(targets[number])
     for number in reversed(chosen):
-        if (place := text.rfind(words[number], start, stop)) >= 0:
+        if (place := text.rfind(targets[number], start, stop)) >= 0:
             stop = place
             if first.get(number) == place:
                 places[number] = place
 
 
-def _list_parts(run: Run, row: SampledRow, template: TemplateTexts, words: str) -> Iterator[Part]:
+def _list_parts(run: Run, row: SampledRow, template: TemplateTexts, written: str) -> Iterator[Part]:
     """In the order in which templates write them."""
     if isinstance(row.row.value.get("prompt"), str):
         template = TemplateTexts()
     ends = {"user": template.after_question, "assistant": template.after_answer}
     for number, turn in enumerate(row.turns):
         if turn.role == "assistant":
-            yield Part(number, "header", _as_written(run, template.header, words))
-        yield Part(number, "reasoning", _as_written(run, turn.reasoning, words))
-        yield Part(number, "text", _as_written(run, turn.text, words))
+            yield Part(number, "header", _as_written(run, template.header, written))
+        yield Part(number, "reasoning", _as_written(run, turn.reasoning, written))
+        yield Part(number, "text", _as_written(run, turn.text, written))
         for call in turn.calls:
-            yield Part(number, "call", _as_written(run, call, words))
-        yield Part(number, "end", _as_written(run, ends.get(turn.role, ""), words))
+            yield Part(number, "call", _as_written(run, call, written))
+        yield Part(number, "end", _as_written(run, ends.get(turn.role, ""), written))
 
 
-def _as_written(run: Run, text: str, words: str) -> str:
-    """The text, or what tokens or JSON make of it, if it is among the words; with the spaces after it."""
+def _as_written(run: Run, text: str, written: str) -> str:
+    """The text, or what tokens or JSON make of it, if `written` (without spaces) has that; with the spaces after it."""
     stripped = text.strip()
-    if squeeze(stripped) in words:
+    if remove_spaces(stripped) in written:
         return text
     forms = [
         decode(run, run.tokenizer.encode(stripped)),
         *(json.dumps(stripped, ensure_ascii=a)[1:-1] for a in (False, True)),
     ]
-    return next((form for form in forms if squeeze(form) in words), "") + text[len(text.rstrip()) :]
+    return next((form for form in forms if remove_spaces(form) in written), "") + text[len(text.rstrip()) :]
 
 
 def _decode_each(run: Run, ids: np.ndarray) -> list[str]:
@@ -248,5 +249,5 @@ def _decode_each(run: Run, ids: np.ndarray) -> list[str]:
     return texts
 
 
-def squeeze(text: str) -> str:
+def remove_spaces(text: str) -> str:
     return "".join(text.split())

@@ -26,6 +26,7 @@ from torchstone.diagnosis.sampled_rows import (
     name_token,
     sample_rows,
     sample_sequences,
+    search_sequences,
 )
 from torchstone.errors import TorchstoneError
 from torchstone.training.run import Run
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from torchstone.diagnosis.session import Diagnosis
 
 ANSWER_FORMATS: tuple[RowFormat, ...] = (*CHAT_FORMATS, "prompt")
-# Of all rows: more that are truncated fail, not only warn.
-MANY_CUT = 0.5
 EMPTY_THINKING = re.compile(r"<((?:think|thought|reason)[\w:]*)>\s*</\1>")
 # Of a longer row, in tokens, only the end is decoded.
 MAX_DECODED = 4096
@@ -74,7 +73,7 @@ def check_loss_mask(diagnosis: Diagnosis) -> Finding:
     shares = untrained / answers, unmasked / max(1, others), len(template) / len(rows)
     cause = _find_shift(rows)
     if wrong:
-        cause = cause or _describe_mask(*shares[:2], [(row.row.turns[turn].role, side) for row, turn, side in wrong])
+        cause = cause or _describe_mask(*shares[:2], [(row.row.turns[turn].role, flag) for row, turn, flag in wrong])
         part = row.wrong_texts[wrong[0][1]]
         cause += f", such as {part.text.strip()[:60]!r} ({part.kind} of {row.row.turns[part.turn].role})"
     else:
@@ -96,10 +95,10 @@ def compare_rows(run: Run) -> list[ComparedMask]:
     return [compare_mask(run, row, template) for row in rows]
 
 
-def _describe_mask(untrained: float, unmasked: float, sides: Sequence[tuple[str, bool]]) -> str:
-    """`sides`: the roles of the texts that are wrong, and whether they should be trained."""
+def _describe_mask(untrained: float, unmasked: float, wrong: Sequence[tuple[str, bool]]) -> str:
+    """`wrong`: the roles of the texts that are wrong, and whether they should be trained."""
     untrained_roles, unmasked_roles = (
-        " and ".join(sorted({role for role, is_trained in sides if is_trained == side})) for side in (True, False)
+        " and ".join(sorted({role for role, is_trained in wrong if is_trained == each})) for each in (True, False)
     )
     if untrained > 0.5 and unmasked > 0.5:
         return "the mask is inverted: questions are trained and answers are masked"
@@ -112,8 +111,8 @@ def _describe_mask(untrained: float, unmasked: float, sides: Sequence[tuple[str,
 
 def _describe_template(run: Run, row: ComparedMask) -> str:
     tokens = row.trained_template
-    owner, following = row.owners[tokens[0]], tokens[tokens - np.arange(len(tokens)) == tokens[0]]
-    kind = row.parts[owner].kind if owner >= 0 else None
+    number, following = row.part_of_token[tokens[0]], tokens[tokens - np.arange(len(tokens)) == tokens[0]]
+    kind = row.parts[number].kind if number >= 0 else None
     place = {"header": "before an answer", "end": "after a message that is masked"}.get(str(kind), "between messages")
     return f"{place}, such as {decode(run, row.row.documents[0].ids[following])[:60]!r}"
 
@@ -165,8 +164,8 @@ def check_end_of_turn(diagnosis: Diagnosis) -> Finding:
     right = kinds["trained"] + kinds["earlier"]
     finding = Finding(
         "pass",
-        f"{right} of {len(ends)} rows end with a trained {_names(run, ends, 'trained') or 'end token'}; in "
-        f"{kinds['earlier']} of them that of an earlier answer is masked",
+        f"{right} of {len(ends)} rows end with a trained {_names(run, ends, 'trained') or 'end token'}; "
+        f"{kinds['earlier']} of them mask the end token of an earlier answer",
         limit=f"{1 - MAX_WRONG:.0%}",
         values={"rows": len(ends), **{kind: kinds[kind] for kind in WRONG_ENDS}},
     )
@@ -333,13 +332,13 @@ def generation_prompt(run: Run) -> str:
 
 def check_thinking(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    rows, empty = 0, list[str]()
-    for _, origin, ids, labels in sample_sequences(run, (*ANSWER_FORMATS, "tokens"), 256):
-        rows += 1
+
+    def is_empty(ids: np.ndarray, labels: np.ndarray) -> bool:
         # Padding stands for masked tokens, so that trained ones do not get together.
         trained = np.where(labels == IGNORE_INDEX, run.data.pad_id, ids)
-        if EMPTY_THINKING.search(decode(run, trained[-MAX_DECODED:])):
-            empty.append(origin)
+        return EMPTY_THINKING.search(decode(run, trained[-MAX_DECODED:])) is not None
+
+    rows, empty = search_sequences(run, (*ANSWER_FORMATS, "tokens"), 256, is_empty)
     if not rows:
         raise SkipCheck("text has no answers")
     finding = Finding(
@@ -359,30 +358,6 @@ def check_thinking(diagnosis: Diagnosis) -> Finding:
         source=f"{template_name(run)} ({empty[0]})" if writes_it else empty[0],
         next_step="give the messages reasoning_content, use a chat template without the block, or leave it so if the "
         f"model should not reason; {inspect_command(run, empty[0])}",
-    )
-
-
-def check_cut_answers(diagnosis: Diagnosis) -> Finding:
-    run = diagnosis.run
-    if set(run.data.formats) & set(TEXT_FORMATS):
-        raise SkipCheck("text may be cut: it goes on in the next row")
-    counts, length = run.data.counts, run.config.data.context_length
-    cut, rows = counts.truncated_long + counts.split_long, max(1, counts.rows)
-    finding = Finding(
-        "pass",
-        f"{cut:,} of {rows:,} rows are cut at data.context_length {length}",
-        limit=f"{MAX_WRONG:.0%}",
-        values={"rows": rows, "cut": cut},
-    )
-    if cut <= MAX_WRONG * rows:
-        return finding
-    return replace(
-        finding,
-        status="fail" if counts.truncated_long > MANY_CUT * rows else "warn",
-        cause="a cut answer has no end, so the model learns to stop anywhere, or not at all",
-        source=f"data.on_long_row {run.config.data.on_long_row}, such as {', '.join(counts.examples[:3])}",
-        next_step="raise data.context_length (torchstone inspect-data shows how long rows are), or use "
-        "--data.on_long_row drop",
     )
 
 

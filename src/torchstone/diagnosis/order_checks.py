@@ -1,5 +1,5 @@
-"""A check of the order of the samples: an epoch has every sample once, the next one another order, and a resumed run
-goes on where it was.
+"""A check of the samples and their order: they have every document once and whole, an epoch has every sample once, the
+next one another order, and a resumed run goes on where it was.
 
 It counts what the sampler of the run draws, without a model, and knows nothing about how the sampler makes its order.
 """
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchstone.diagnosis.batch_checks import NO_SETTING
+from torchstone.data.samples import Samples
 from torchstone.diagnosis.check import Finding
+from torchstone.diagnosis.sampled_rows import CachedSamples, look_for_change, sequence_numbers, train_parts
 from torchstone.training.run import Run
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ MAX_DRAWS, MAX_TAKES = 100_000, 500
 MIN_SHUFFLED = 10
 # A part of the data, and how many draws it takes to see that its samples are not among them.
 PARTS, MIN_DRAWS = 8, 1000
-# How many samples are compared after each place at which a run is resumed.
-RESUMED = 64
+# How many samples are compared after each place at which a run is resumed, and with the documents at three places.
+RESUMED, NEIGHBORS = 64, 16
 
 
 def check_data_order(diagnosis: Diagnosis) -> Finding:
@@ -48,17 +49,20 @@ def check_data_order(diagnosis: Diagnosis) -> Finding:
     cause = cause or _describe_shares(sources, shares) or _describe_resumed(run, draws, sizes)
     if cause is None and len(draws) <= sizes[0] == starts[-1]:
         cause = _describe_epochs(draws, _draw(run, sizes[0], len(draws)), sizes[0], shuffle)
+    for first, part in train_parts(data.train):
+        cause = cause or _describe_documents(run, part) or _describe_samples(data.train, first, part)
     finding = Finding(
         "pass",
         f"{len(draws):,} draws from {', '.join(f'{n:,}' for n in sizes)} samples: "
         f"{', '.join(f'{min(2, len(draws) / epoch):.3g}' for epoch in epochs)} epochs",
-        limit="each sample once per epoch, in a new order if data.shuffle; resumed where it was",
+        limit="each document in one sample, each sample once per epoch, in a new order if data.shuffle; resumed where "
+        "it was",
         values={"samples": int(starts[-1]), "draws": len(draws), "distinct": len(np.unique(draws))},
     )
     if cause is None:
         return finding
-    next_step = NO_SETTING.replace("data/collate.py", "data/sampler.py")
-    return replace(finding, status="fail", cause=cause, source="data/sampler.py", next_step=next_step)
+    source = "data/sampler.py, data/samples.py"
+    return replace(finding, status="fail", cause=cause, source=source, next_step=look_for_change(source))
 
 
 def _draw(run: Run, consumed: int, count: int) -> np.ndarray:
@@ -66,6 +70,41 @@ def _draw(run: Run, consumed: int, count: int) -> np.ndarray:
     sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, consumed)
     step = max(run.data.batch_sizes.global_batch_size, count // MAX_TAKES)
     return np.concatenate([sampler.take(min(step, count - start)) for start in range(0, count, step)])
+
+
+def _describe_documents(run: Run, part: CachedSamples) -> str | None:
+    """What is wrong with the documents of a source: each must be used once, unless it is held out."""
+    cache, numbers = part.cache, sequence_numbers(part)
+    is_used: np.ndarray = np.zeros(len(cache), dtype=bool)
+    is_used[numbers] = True
+    if repeated := len(numbers) - int(is_used.sum()):
+        return f"{repeated:,} documents of {cache.source.name} are in several samples"
+    for _, each in (each for samples in run.data.validation.values() for each in train_parts(samples)):
+        if each.cache.folder == cache.folder:
+            is_used[sequence_numbers(each)] = True
+    missing = len(cache) - int(is_used.sum())
+    return f"{missing:,} documents of {cache.source.name} are in no sample" if missing else None
+
+
+def _describe_samples(train: Samples, first: int, part: CachedSamples) -> str | None:
+    """What is wrong with some samples of a source: they must be its documents, one after another, cut at the lengths of
+    the samples, and nothing may join two documents."""
+    numbers, starts = sequence_numbers(part), np.cumsum([0, *part.lengths])
+    lengths = part.cache.lengths[numbers].astype(np.int64)
+    ends, size = np.cumsum(lengths), len(part)
+    if starts[-1] != ends[-1]:
+        return f"the samples of {part.cache.source.name} have {starts[-1]:,} tokens, its documents {ends[-1]:,}"
+    places = [(0, NEIGHBORS), (size // 2, size // 2 + NEIGHBORS), (size - NEIGHBORS, size)]
+    for sample in sorted({n for start, stop in places for n in range(max(0, start), min(size, stop))}):
+        start, stop = starts[sample : sample + 2]
+        documents = slice(np.searchsorted(ends, start, "right"), np.searchsorted(ends, stop) + 1)
+        before = ends[documents][0] - lengths[documents][0]
+        ids = np.concatenate([part.cache.sequence(int(number)).ids for number in numbers[documents]])
+        found = [sequence.ids for sequence in train.get(first + sample)]
+        has_ends = np.array_equal(start + np.cumsum([len(each) for each in found]), np.minimum(ends[documents], stop))
+        if not has_ends or not np.array_equal(np.concatenate(found), ids[start - before : stop - before]):
+            return f"sample {sample:,} of {part.cache.source.name} does not have the tokens of its documents"
+    return None
 
 
 def _describe_epochs(first: np.ndarray, second: np.ndarray, size: int, shuffle: bool) -> str | None:

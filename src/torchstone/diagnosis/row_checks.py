@@ -1,4 +1,4 @@
-"""Checks of the rows themselves: copies, answers, validation rows, rows that are left out, broken text."""
+"""Checks of the rows themselves: copies, validation rows, rows that are bad, lost or too long, broken text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchstone.data.cache import TokenCache
 from torchstone.data.formats import CHAT_FORMATS, TEXT_FORMATS
+from torchstone.data.json_array import starts_with_array
 from torchstone.data.samples import Samples
+from torchstone.data.sources import BOM, size_on_disk
 from torchstone.diagnosis.check import Finding, SkipCheck
-from torchstone.diagnosis.expected_mask import read_template, squeeze
+from torchstone.diagnosis.expected_mask import read_template, remove_spaces
 from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt
 from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
     SampledRow,
     inspect_command,
+    look_for_change,
     sample_rows,
     sequence_numbers,
     train_parts,
@@ -33,8 +37,10 @@ MAX_COPIES, MANY_COPIES = 0.1, 0.5
 MAX_LEAKED, MANY_LEAKED = 0.01, 0.1
 MAX_DROPPED, MANY_DROPPED = 0.05, 0.5
 MAX_GARBLED, MANY_GARBLED = 0.05, 0.25
-MAX_REPEATING = MAX_ESCAPED = MAX_SWAPPED = 0.5
+MAX_ESCAPED = MAX_SWAPPED = 0.5
 SHOWN_BAD_ROWS = 3
+# Files with a row per line, if they are not arrays. Counting so many bytes takes a second.
+LINE_TYPES, MAX_COUNTED_BYTES = (".jsonl", ".ndjson", ".json"), 1 << 28
 # Short texts, such as lines, occur again by accident, and so does anything among few rows.
 MIN_TEXT_TOKENS, MIN_ROWS = 32, 8
 # Sequences that are compared, of all sources.
@@ -53,10 +59,10 @@ def check_duplicates(diagnosis: Diagnosis) -> Finding:
     rows, tokens, copied = 0, 0, 0
     for origin, ids in _sequences(run.data.train):
         rows, tokens, key = rows + 1, tokens + len(ids), hash(ids.tobytes())
-        if key in first:
+        # Pieces of one row may be the same.
+        if first.setdefault(key, origin) != origin:
             copied += len(ids)
             copies.append((origin, first[key]))
-        first.setdefault(key, origin)
     if rows < MIN_ROWS:
         raise SkipCheck(f"{rows} rows are too few to compare")
     share = copied / tokens
@@ -74,32 +80,6 @@ def check_duplicates(diagnosis: Diagnosis) -> Finding:
         cause="all rows are the same" if len(first) == 1 else "an epoch repeats rows, so they are learned by heart",
         source=f"data.path: {copies[0][0]} is {copies[0][1]}",
         next_step="remove the copies; to see some rows more often, use data.weights",
-    )
-
-
-def check_answers(diagnosis: Diagnosis) -> Finding:
-    """Answers that are all the same, or repeat the question, come from the wrong columns."""
-    by_texts = {tuple(t.text.strip() for t in row.turns): row for row in sample_rows(diagnosis.run, ANSWER_FORMATS)}
-    rows = [(texts, row) for texts, row in by_texts.items() if row.turns[-1].role == "assistant"]
-    if len(rows) < MIN_ROWS:
-        raise SkipCheck(f"{len(rows)} rows that differ are too few to compare")
-    answers, repeating = {texts[-1] for texts, _ in rows}, [row for texts, row in rows if texts[-1] in texts[:-1]]
-    finding = Finding(
-        "pass",
-        f"{len(answers)} of {len(rows)} answers differ, {len(repeating)} repeat another text of their row",
-        limit=f"some differ; {MAX_REPEATING:.0%} repeat",
-        values={"rows": len(rows), "answers": len(answers), "repeating": len(repeating)},
-    )
-    if len(answers) > 1 and len(repeating) <= MAX_REPEATING * len(rows):
-        return finding
-    row = rows[0][1] if len(answers) == 1 else repeating[0]
-    cause = "all rows have the same answer, so the model learns to ignore the question"
-    return replace(
-        finding,
-        status="warn",
-        cause=cause if len(answers) == 1 else "answers repeat the question, so the model learns to copy it",
-        source=f"{row.origin}; data.columns",
-        next_step=inspect_command(diagnosis.run, row.origin),
     )
 
 
@@ -175,6 +155,13 @@ def check_bad_rows(diagnosis: Diagnosis) -> Finding:
         limit="none" if stops else f"{MAX_DROPPED:.0%}",
         values={"share": share, "rows": rows, "bad": number},
     )
+    for cache in (part.cache for _, part in train_parts(data.train)):
+        lines = _count_lines(diagnosis.run, cache)
+        found = cache.counts.dropped + int(np.count_nonzero(np.diff(cache.origins, prepend=-1)))
+        if lines not in (None, found):
+            cause = f"of {lines:,} lines {found:,} are used, or counted as bad or left out"
+            where, change = f"{cache.source.name}; data/sources.py", look_for_change("data/sources.py")
+            return replace(finding, status="fail", cause=cause, source=where, next_step=change)
     if share <= (0 if stops else MAX_DROPPED):
         return finding
     bad = [cache for cache in caches if cache.counts.bad_rows]
@@ -188,30 +175,32 @@ def check_bad_rows(diagnosis: Diagnosis) -> Finding:
     )
 
 
-def check_dropped_rows(diagnosis: Diagnosis) -> Finding:
+def check_long_rows(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
-    counts, length = run.data.counts, run.config.data.context_length
-    rows, dropped = counts.rows - counts.bad_rows, counts.dropped - counts.bad_rows
-    share = dropped / max(1, rows)
-    reasons = {
-        f"are longer than data.context_length {length}": counts.dropped_long,
-        f"have no trained token within {length}": counts.dropped_untrained,
-    }
+    counts, data = run.data.counts, run.config.data
+    rows, dropped = max(1, counts.rows - counts.bad_rows), counts.dropped - counts.bad_rows
+    # Text that is cut goes on in the next row.
+    is_text = bool(set(run.data.formats) & set(TEXT_FORMATS))
+    cut = 0 if is_text else counts.truncated_long + counts.split_long
+    lost = dropped + (0 if is_text else counts.truncated_long)
     finding = Finding(
         "pass",
-        f"{dropped:,} of {rows:,} good rows are left out"
-        + "".join(f"; {number:,} {reason}" for reason, number in reasons.items() if number),
+        f"of {rows:,} good rows {counts.dropped_long:,} are left out as longer than data.context_length "
+        f"{data.context_length}, {counts.dropped_untrained:,} for lack of a trained token within it; {cut:,} are cut",
         limit=f"{MAX_DROPPED:.0%}",
-        values={"share": share, "rows": rows, "dropped": dropped},
+        values={"rows": rows, "dropped": dropped, "cut": cut},
     )
-    if share <= MAX_DROPPED:
+    if dropped + cut <= MAX_DROPPED * rows:
         return finding
     return replace(
         finding,
-        status="fail" if share > MANY_DROPPED else "warn",
-        cause="what is left out is often of one kind, such as all long answers",
-        source=f"data.on_long_row, such as {', '.join(counts.examples[:3])}",
-        next_step="raise data.context_length; torchstone inspect-data shows what other lengths would leave out",
+        status="fail" if lost > MANY_DROPPED * rows else "warn",
+        cause="a cut answer has no end, so the model learns to stop anywhere, or not at all"
+        if cut > dropped
+        else "what is left out is often of one kind, such as all long answers",
+        source=f"data.on_long_row {data.on_long_row}, such as {', '.join(counts.examples[:3])}",
+        next_step="raise data.context_length (torchstone inspect-data shows how long rows are)"
+        + (", or use --data.on_long_row drop" if cut > dropped else ""),
     )
 
 
@@ -232,8 +221,8 @@ def check_control_tokens(diagnosis: Diagnosis) -> Finding:
     row, token = wrong[0]
     # Text about HTML may have <s> in every row.
     template = read_template(run)
-    headers = [text for text in map(squeeze, (template.before_question, template.header)) if text]
-    rendered = [row for row in rows if any(header in squeeze(t.text) for t in row.turns for header in headers)]
+    headers = [text for text in map(remove_spaces, (template.before_question, template.header)) if text]
+    rendered = [row for row in rows if any(header in remove_spaces(t.text) for t in row.turns for header in headers)]
     is_rendered = min(count, len(rendered)) > len(rows) / 2 and row.row_format in CHAT_FORMATS
     return replace(
         finding,
@@ -298,6 +287,21 @@ def _sequences(samples: Samples) -> Iterator[tuple[str, np.ndarray]]:
             if tokens < 0:
                 break
             yield cache.origin(number), sequence.ids
+
+
+def _count_lines(run: Run, cache: TokenCache) -> int | None:
+    """How many rows its files should have; None if that takes long, or if not every line is a row."""
+    files, kinds = cache.source.files, LINE_TYPES + ((".txt",) if cache.row_format == "lines" else ())
+    if any(path.suffix not in kinds for path in files) or sum(map(size_on_disk, files)) > MAX_COUNTED_BYTES:
+        return None
+    lines = 0
+    for path in files:
+        with path.open("rb") as file:
+            if starts_with_array(file.read(1 << 12)):
+                return None
+            file.seek(0)
+            lines += sum(1 for line in file if line.removeprefix(BOM).strip())
+    return min(lines, run.config.data.max_samples or lines)
 
 
 def _find_control_tokens(run: Run) -> list[str]:

@@ -1,14 +1,14 @@
 """The part of the data that the checks look at: rows as the files have them, and as the tokens that training gets.
 
 It is bounded, and the same every time: rows from a few chunks, spread over the files of each source, and the samples of
-one step. Reading it takes a tenth of a second, for data of any size. Wherever labels decide something, documents come
-from collated micro-batches, so that all that happens between a file and the loss is measured.
+one step. Reading it takes a tenth of a second, for data of any size. Documents come from the token cache: `data_order`
+and `batch` measure what becomes of them later.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from torchstone.data.sources import (
     read_chunks,
     size_on_disk,
 )
-from torchstone.diagnosis.batch_contents import FoundDocument, Place, read_micro_batches
+from torchstone.diagnosis.batch_contents import DocumentLocation, FoundDocument, read_micro_batches
 from torchstone.diagnosis.check import SkipCheck
 from torchstone.diagnosis.turns import Turn, read_turns
 from torchstone.training.run import Run
@@ -38,7 +38,7 @@ from torchstone.training.run import Run
 MAX_ROWS, MAX_CHUNKS, MIN_ROWS = 64, 8, 8
 # A row may have been left out, so more are parsed.
 PARSED_PER_ROW = 4
-# Between two chunks of a file, at most this many are read and not looked at.
+# At most this many chunks are skipped between two that are sampled.
 MAX_CHUNK_STEP = 4
 # Of the step that is looked at, and of all sources where tokens are counted.
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 18, 1 << 24
@@ -79,8 +79,8 @@ def sequence_numbers(part: CachedSamples) -> np.ndarray:
 
 def sample_rows(run: Run, formats: tuple[RowFormat, ...]) -> list[SampledRow]:
     """Some training rows of each source that has one of `formats`. Raises SkipCheck without any."""
-    parts = [each for each in train_parts(run.data.train) if each[1].cache.row_format in formats]
-    rows = [row for start, part in parts for row in _rows_of_part(run, start, part, len(parts))]
+    parts = [part for _, part in train_parts(run.data.train) if part.cache.row_format in formats]
+    rows = [row for part in parts for row in _rows_of_part(run, part, len(parts))]
     if not rows:
         raise SkipCheck(f"no training row is of the formats {', '.join(formats)}")
     return rows
@@ -98,6 +98,14 @@ def sample_sequences(
         for number in np.unique(np.searchsorted(cache.origins, cache.origins[chosen])).tolist():
             sequence = cache.sequence(number)
             yield cache, cache.origin(number), sequence.ids, sequence.labels
+
+
+def search_sequences(
+    run: Run, formats: tuple[RowFormat, ...], count: int, is_found: Callable[[np.ndarray, np.ndarray], bool]
+) -> tuple[int, list[str]]:
+    """How many sequences are looked at, and the file:line of those whose ids and labels are what is searched."""
+    found = [(origin, is_found(ids, labels)) for _, origin, ids, labels in sample_sequences(run, formats, count)]
+    return len(found), [origin for origin, is_one in found if is_one]
 
 
 def sample_step(run: Run) -> tuple[np.ndarray, StepBatch, list[FoundDocument]]:
@@ -143,7 +151,12 @@ def inspect_command(run: Run, origin: str) -> str:
     return shlex.join([*words, "--rows", "2"])
 
 
-def _rows_of_part(run: Run, first_sample: int, part: CachedSamples, num_parts: int) -> Iterator[SampledRow]:
+def look_for_change(path: str) -> str:
+    """What to do about a mistake that no setting makes."""
+    return f"no setting does this: look for a change in {path}, and report it if there is none"
+
+
+def _rows_of_part(run: Run, part: CachedSamples, num_parts: int) -> Iterator[SampledRow]:
     cache, numbers = part.cache, sequence_numbers(part)
     chunks = _choose_chunks(cache, max(1, MAX_CHUNKS // num_parts))
     count = -(-max(MIN_ROWS, MAX_ROWS // max(1, num_parts // 4)) // max(1, len(chunks)))
@@ -154,12 +167,7 @@ def _rows_of_part(run: Run, first_sample: int, part: CachedSamples, num_parts: i
         starts, ends = np.searchsorted(cache.origins, keys), np.searchsorted(cache.origins, keys, side="right")
         is_used = (starts < ends) & np.isin(starts, numbers, kind="table")
         for place in _spread(np.flatnonzero(is_used), count).tolist():
-            sequences = range(starts[place], ends[place])
-            if isinstance(part, SequenceSamples):
-                sample = first_sample + int(np.searchsorted(numbers, sequences.start))
-                documents = [d for n in range(len(sequences)) for d in _collated(run, sample + n)]
-            else:
-                documents = [_cached(cache, number) for number in sequences]
+            documents = [_read_document(cache, number) for number in range(starts[place], ends[place])]
             turns = read_turns(cache.row_format, rows[place].value, run.config.data.train_on)
             yield SampledRow(rows[place], cache, turns, documents)
 
@@ -185,16 +193,11 @@ def _parse_some(chunk: Chunk, cache: TokenCache, count: int) -> list[Row]:
     return [row for part in parts for row in parse_rows(part, cache.source.columns) if isinstance(row, Row)]
 
 
-def _collated(run: Run, sample: int) -> list[FoundDocument]:
-    """The documents of a sample, as a micro-batch of its own has them."""
-    batch = run.data.step_batch(run.data.train, np.array([sample]), sample)
-    return read_micro_batches(batch.micro_batches, 0)[0]
-
-
-def _cached(cache: TokenCache, number: int) -> FoundDocument:
-    """Packed text is cut somewhere else, so its labels are those that it would have alone."""
-    ids = cache.sequence(number).ids
-    return FoundDocument(Place(0, 0, 0, 0), ids, np.append(ids[1:], IGNORE_INDEX), np.arange(len(ids)))
+def _read_document(cache: TokenCache, number: int) -> FoundDocument:
+    """A document as a micro-batch should have it: its labels shifted once."""
+    sequence = cache.sequence(number)
+    labels = np.append(sequence.labels[1:], IGNORE_INDEX)
+    return FoundDocument(DocumentLocation(0, 0, 0, 0), sequence.ids, labels, np.arange(len(labels)))
 
 
 def _spread(values: np.ndarray, count: int) -> np.ndarray:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from operator import contains, eq
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unicodedata import normalize
@@ -18,25 +21,37 @@ from torchstone.checkpoint.load import is_model_folder, resolve_model_folder, to
 from torchstone.checkpoint.transformers_folder import read_hf_config
 from torchstone.data.formats import CHAT_FORMATS, ROW_FORMATS, TEXT_FORMATS, RowFormat
 from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.expected_mask import remove_spaces
 from torchstone.diagnosis.mask_checks import ANSWER_FORMATS, generation_prompt, template_name
 from torchstone.diagnosis.sampled_rows import (
     MAX_TOKENS,
     MAX_WRONG,
+    SampledRow,
     decode,
     inspect_command,
+    is_cut,
+    look_for_change,
     name_token,
     sample_rows,
     sample_sequences,
+    search_sequences,
     train_parts,
 )
+from torchstone.diagnosis.turns import CALL_KEYS, REASONING_KEYS, read_messages
+from torchstone.errors import TorchstoneError
 from torchstone.models.model import NativeModel
 from torchstone.training.run import Run
 
 if TYPE_CHECKING:
     from torchstone.diagnosis.session import Diagnosis
 
-# A long text is compared in some pieces of this many characters.
-PIECE, MAX_PIECES = 4000, 8
+# Texts are compared until they have so many characters: a second.
+MAX_CHARACTERS = 1 << 20
+# What must not happen to texts: on their way from the rows, and in the tokenizer.
+OTHER, OTHER_SPACES = "are not in the tokens of their rows", "have other spaces or line breaks in their rows' tokens"
+LOST, SPACES = "lose characters", "change spaces"
+# Of a row of ids: so many are looked at.
+MAX_IDS = 4000
 # Of a row of ids: those that do not come back when its text is tokenized again. Some rows were joined from parts.
 MAX_LOST_IDS, MAX_LOST_SHARE = 2, 0.02
 # Of the model's tokens. A reserved one may have been renamed.
@@ -134,54 +149,87 @@ def check_id_range(diagnosis: Diagnosis) -> Finding:
 
 
 def check_round_trip(diagnosis: Diagnosis) -> Finding:
+    """Tokens must give the text back that they were made from, and those of a row must have the text of the row."""
     run = diagnosis.run
-    changes: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    texts, unknown = 0, run.tokenizer.hf.unk_token_id
+    cases, rows, texts, characters = defaultdict[str, list[tuple[str, str, str]]](list), 0, 0, 0
     for row in sample_rows(run, (*TEXT_FORMATS, *ANSWER_FORMATS)):
-        for text in (piece for turn in row.turns for piece in _cut_pieces(turn.text)):
-            texts += 1
-            ids = run.tokenizer.encode(text)
-            back = decode(run, ids)
-            change = "lose characters" if unknown in ids else _find_change(text, back)
-            changes[change].append((row.origin, text, back))
-    others = [f"{len(cases)} {change}" for change, cases in changes.items() if change]
+        if characters < MAX_CHARACTERS:
+            characters += sum(len(turn.text) for turn in row.turns)
+            rows, texts = rows + 1, texts + len(row.turns)
+            changes = [_find_change(run, turn.text) for turn in row.turns] + _find_change_in_row(run, row)
+            for change, text, found in changes:
+                cases[change].append((row.origin, text, found))
+    others = "".join(f"; {len(each)} {change}" for change, each in cases.items() if change)
     finding = Finding(
         "pass",
-        f"{len(changes[''])} of {texts} texts come back exactly from their tokens{''.join(f'; {o}' for o in others)}",
-        limit=f"{1 - MAX_WRONG:.0%} keep all characters and spaces",
-        values={"texts": texts, "exact": len(changes[""]), "lost": len(changes["lose characters"])},
+        f"{len(cases[''])} of {texts} texts in {rows} rows come back from their tokens{others}",
+        limit=f"{1 - MAX_WRONG:.0%} keep all characters and spaces; all are in the tokens of their rows",
+        values={"texts": texts, "lost": len(cases[LOST]), "other": len(cases[OTHER])},
     )
-    for change in ("lose characters", "change spaces"):
-        if len(changes[change]) > MAX_WRONG * texts:
-            origin, text, back = changes[change][0]
+    for change, allowed in ((OTHER, 0.0), (OTHER_SPACES, 0.0), (LOST, MAX_WRONG * texts), (SPACES, MAX_WRONG * texts)):
+        if len(cases[change]) > allowed:
+            origin, text, found = cases[change][0]
+            is_failure = change == LOST or (change == OTHER and len(cases[change]) > MAX_WRONG * rows)
+            source, next_step = "data/encode.py", f"{look_for_change('data/encode.py')}; {inspect_command(run, origin)}"
+            if change in (LOST, SPACES):
+                source = f"model.tokenizer {run.tokenizer.path}"
+                next_step = "use a tokenizer that has all bytes, such as one of torchstone tokenizer train"
             return replace(
                 finding,
-                status="fail" if change == "lose characters" else "warn",
-                cause=f"texts {change}: {_describe_change(text, back)}",
-                source=f"model.tokenizer {run.tokenizer.path} ({origin})",
-                next_step="what is lost can be neither read nor written: use a tokenizer that has all bytes, such as "
-                "one of torchstone tokenizer train",
+                status="fail" if is_failure else "warn",
+                cause=f"texts {change}: {_describe_change(text, found)}",
+                source=f"{source} ({origin})",
+                next_step=next_step,
             )
     return finding
 
 
-def _cut_pieces(text: str) -> list[str]:
-    """Some pieces of a text, evenly spread."""
-    starts = range(0, len(text), PIECE)
-    return [text[start : start + PIECE] for start in starts[:: max(1, len(starts) // MAX_PIECES)]]
+def _find_change_in_row(run: Run, row: SampledRow) -> list[tuple[str, str, str]]:
+    """OTHER or OTHER_SPACES for each text that is not in the tokens of its row, the text, and what the row has.
+
+    Tokens of the row are compared with those of the text, so what the tokenizer does to texts makes no difference."""
+    has_all_pieces = row.row_format in TEXT_FORMATS and run.config.data.on_long_row != "truncate"
+    if is_cut(run, row) and not has_all_pieces:
+        return []
+    # A template writes special tokens itself. To other texts they are added.
+    read = partial(decode, run) if row.row_format in CHAT_FORMATS else run.tokenizer.decode
+    found = read(np.concatenate([document.ids for document in row.documents]).tolist())
+    texts, has = _expected_texts(run, row)
+    changes = list[tuple[str, str, str]]()
+    for text in (read(run.tokenizer.encode(text)) for text in texts):
+        if not has(remove_spaces(found), remove_spaces(text)):
+            changes.append((OTHER, text, found))
+        elif not has(found.strip(" "), text.strip(" ")):
+            changes.append((OTHER_SPACES, text, found))
+    return changes
 
 
-def _find_change(text: str, back: str) -> str:
-    """What a tokenizer does to a text. Many add or drop a space at its start."""
-    if text.strip(" ") == back.strip(" "):
-        return ""
-    text, back = normalize("NFKC", text), normalize("NFKC", back)
-    if text.strip() == back.strip():
-        return "come back in another Unicode form"
-    text, back = text.lower(), back.lower()
-    if text.strip() == back.strip():
-        return "come back in small letters"
-    return "change spaces" if "".join(text.split()) == "".join(back.split()) else "lose characters"
+def _expected_texts(run: Run, row: SampledRow) -> tuple[list[str], Callable[[str, str], bool]]:
+    """The texts that a row should have, and how: as all of its text (eq), or among others (contains).
+
+    With tools, calls or reasoning, these are the texts of the messages that the chat template keeps as they are."""
+    value, turns = row.row.value, row.turns
+    if row.row_format in TEXT_FORMATS or isinstance(value.get("prompt"), str):
+        return ["".join(turn.text for turn in turns)], eq
+    messages = read_messages(row.row_format, value)
+    keys = {key for message in messages for key in (*CALL_KEYS, *REASONING_KEYS) if message.get(key)}
+    try:
+        if not keys and not value.get("tools") and all(isinstance(m.get("content"), str) for m in messages):
+            return [run.tokenizer.template.render_text(messages)], eq
+        rendered = run.tokenizer.template.render_text([{"role": t.role, "content": t.text} for t in turns])
+    except TorchstoneError:
+        return [], eq
+    return [text for turn in turns if (text := turn.text.strip()) and text in rendered], contains
+
+
+def _find_change(run: Run, text: str) -> tuple[str, str, str]:
+    """What the tokenizer does to a text, the text, and what it becomes. Spaces at its ends, small letters and other
+    Unicode forms are no change."""
+    ids, unknown = run.tokenizer.encode(text), run.tokenizer.hf.unk_token_id
+    back = decode(run, ids)
+    own, other = (normalize("NFKC", each).lower().strip() for each in (text, back))
+    is_lost = unknown in ids or remove_spaces(own) != remove_spaces(other)
+    return LOST if is_lost else SPACES if own != other else "", text, back
 
 
 def _describe_change(text: str, back: str) -> str:
@@ -193,12 +241,12 @@ def _describe_change(text: str, back: str) -> str:
 def check_pretokenized(diagnosis: Diagnosis) -> Finding:
     """With another tokenizer the text of ids is something else, and becomes other ids."""
     run = diagnosis.run
-    rows, other = 0, list[str]()
-    for _, origin, ids, _ in sample_sequences(run, ("tokens",), 64):
-        rows, ids = rows + 1, ids[:PIECE]
-        lost = Counter(ids.tolist()) - Counter(run.tokenizer.encode(decode(run, ids)))
-        if lost.total() > max(MAX_LOST_IDS, MAX_LOST_SHARE * len(ids)):
-            other.append(origin)
+
+    def is_other(ids: np.ndarray, _: np.ndarray) -> bool:
+        lost = Counter(ids[:MAX_IDS].tolist()) - Counter(run.tokenizer.encode(decode(run, ids[:MAX_IDS])))
+        return lost.total() > max(MAX_LOST_IDS, MAX_LOST_SHARE * len(ids[:MAX_IDS]))
+
+    rows, other = search_sequences(run, ("tokens",), 64, is_other)
     if not rows:
         raise SkipCheck("no rows of token ids")
     finding = Finding(
@@ -319,7 +367,7 @@ def _get_embedding(run: Run) -> Tensor:
     else:
         weight = run.model.module.hf.get_input_embeddings().weight
     if weight is None or isinstance(weight, DTensor):
-        raise SkipCheck("this rank does not have the whole embedding: diagnose the model in one process")
+        raise SkipCheck("the embedding is sharded; run with --nproc 1")
     return weight.detach()
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from torchstone.data.formats import SHAREGPT_CALLS, SHAREGPT_ROLES, TEXT_FORMATS, RowFormat
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+CALL_KEYS = ("tool_calls", "function_call")
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -37,7 +40,7 @@ def read_turns(row_format: RowFormat, value: dict[str, Any], train_on: str) -> l
     is_all, unmask = train_on == "all", value.get("unmask") is True
     if row_format == "prompt" and isinstance(value["prompt"], str):
         return [Turn("user", value["prompt"], is_all or unmask), Turn("assistant", value["completion"], True)]
-    messages = _read_messages(row_format, value)
+    messages = read_messages(row_format, value)
     first = len(messages) - len(value["completion"]) if row_format == "prompt" else 0
     if is_all or unmask:
         chosen = [not (unmask and number == 0 and m["role"] == "system") for number, m in enumerate(messages)]
@@ -57,16 +60,16 @@ def read_turns(row_format: RowFormat, value: dict[str, Any], train_on: str) -> l
     return turns
 
 
-def _read_messages(row_format: RowFormat, value: dict[str, Any]) -> list[dict[str, Any]]:
+def read_messages(row_format: RowFormat, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a row of conversations, as the file has them."""
     if row_format == "alpaca":
-        pairs = [*(value.get("history") or []), (value["instruction"], value["output"])]
+        question = value["instruction"] + (f"\n\n{value['input']}" if value.get("input") else "")
+        pairs = [*(value.get("history") or []), (question, value["output"])]
         messages = [
             {"role": role, "content": text}
             for question, answer in pairs
             for role, text in (("user", question), ("assistant", answer))
         ]
-        if value.get("input"):
-            messages.insert(-1, {"role": "user", "content": value["input"]})
     elif row_format == "prompt":
         messages = [*value["prompt"], *value["completion"]]
     else:
@@ -95,9 +98,7 @@ def _read_turn(message: dict[str, Any], is_trained: bool) -> Turn:
     # Templates drop the reasoning of earlier turns, so it is a text of its own.
     reasoning, _, text = (content or "").rpartition("</think>")
     reasoning = reasoning.partition("<think>")[2] or reasoning
-    reasoning = next(
-        (message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), reasoning
-    )
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), reasoning)
     calls = [text for function in functions for text in _read_call(function.get("function") or function)]
     if not text and calls:
         text = calls.pop(0)
