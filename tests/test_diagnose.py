@@ -101,15 +101,14 @@ PLANTS: dict[str, Plant] = {
     "mean per rank": Plant(planted_bugs.mean_per_rank, everywhere(OWN_COUNT, "loss"), ranks=2),
     "labels shifted twice": Plant(
         planted_bugs.labels_shifted_twice,
-        everywhere(TWICE, "batch", "loss") | {"label_shift": "they are shifted twice"},
+        {"batch": TWICE},
     ),
     "labels shifted twice in the loss": Plant(
         planted_bugs.labels_shifted_twice_in_the_loss, everywhere(TWICE, "loss")
     ),
     "labels on padding": Plant(
         planted_bugs.labels_on_padding,
-        everywhere("positions of padding have a label", "batch", "loss")
-        | {"padding": "the labels of padding are"},
+        {"batch": "positions of padding have a label"},
     ),
     "pad id left out of the loss": Plant(
         planted_bugs.pad_id_left_out_of_the_loss,
@@ -128,12 +127,12 @@ PLANTS: dict[str, Plant] = {
     ),
     "same data on all ranks": Plant(
         planted_bugs.same_data_on_all_ranks,
-        everywhere("computed more than once, on ranks 0, 1", "batch", "loss"),
+        {"batch": "computed more than once, on ranks 0, 1"},
         ranks=2,
     ),
     "samples dropped above rank 0": Plant(
         planted_bugs.samples_dropped_above_rank_0,
-        everywhere("2 of the 9 documents of the step are in no micro-batch", "batch", "loss"),
+        {"batch": "2 of the 9 documents of the step are in no micro-batch"},
         changes={"data.packing": False},
         ranks=2,
     ),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from torchstone.diagnosis.check import Finding, SkipCheck
-from torchstone.diagnosis.factor_noise import factor_noise
+from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.tuning.lora import LoraLinear
@@ -28,7 +28,7 @@ def check_adapters(diagnosis: Diagnosis) -> Finding:
     scale = alpha / (rank**0.5 if tuning.lora_rslora else rank)
     errors = {
         name: _update_error(module, scale)
-        for name, module in diagnosis.plain.model.module.named_modules()
+        for name, module in diagnosis.reference_run.model.module.named_modules()
         if isinstance(module, LoraLinear) and len(module.factors) == 1
     }
     if not errors:
@@ -66,7 +66,7 @@ def _update_error(linear: LoraLinear, scale: float) -> float:
 def _training_losses(diagnosis: Diagnosis) -> list[float]:
     """Of the same batch, twice."""
     run = diagnosis.run
-    with factor_noise(run):
+    with randomized_adapters(run):
         run.model.train()
         sums = [run.runner.forward(diagnosis.batch(run).micro_batches) for _ in range(2)]
         run.runner.reshard()

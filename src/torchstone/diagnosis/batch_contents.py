@@ -46,10 +46,6 @@ class DocumentLocation(NamedTuple):
     number: int
 
 
-# hypotheses.py still has this name.
-Place = DocumentLocation
-
-
 class FoundDocument(NamedTuple):
     """A document of a micro-batch. `labels[t]` is what the loss expects after `ids[t]`, or -100."""
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from torchstone.diagnosis.check import Finding, MissingCheck, SkipCheck, Status
-from torchstone.diagnosis.factor_noise import factor_noise
 from torchstone.diagnosis.gradients import (
     EXACT_GRADIENT_LIMIT,
     GradientError,
@@ -23,6 +22,7 @@ from torchstone.diagnosis.gradients import (
 )
 from torchstone.diagnosis.hypotheses import Hypothesis, document_weights, list_hypotheses
 from torchstone.diagnosis.loss_checks import agreement
+from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
@@ -53,7 +53,7 @@ def check_gradients(diagnosis: Diagnosis) -> Finding:
     diagnosis.require("batch", "loss")
     weights = document_weights(diagnosis.contents, diagnosis.loss_sums)
     expected = diagnosis.reference.gradients(diagnosis.documents, weights)
-    exact = diagnosis.exact
+    exact = diagnosis.fp32_run
     grad_norm = compute_step(diagnosis, exact).grad_norm
     errors = gradient_errors(exact, expected)
     worst, norm_error = largest(errors), relative(grad_norm, total_norm(expected.values()))
@@ -77,7 +77,7 @@ def check_gradients(diagnosis: Diagnosis) -> Finding:
 
 def _explain(diagnosis: Diagnosis, errors: list[GradientError]) -> tuple[str, str, str]:
     """The cause of wrong gradients, which are still in the exact run; where it comes from, and what to do."""
-    contents, sums, exact = diagnosis.contents, diagnosis.loss_sums, diagnosis.exact
+    contents, sums, exact = diagnosis.contents, diagnosis.loss_sums, diagnosis.fp32_run
     if largest(errors).error <= EXACT_GRADIENT_LIMIT:
         return (
             "every gradient is right, but not the norm that clips them: some shards are counted twice or not at all",
@@ -115,12 +115,12 @@ def _explain(diagnosis: Diagnosis, errors: list[GradientError]) -> tuple[str, st
 
 def _explains(diagnosis: Diagnosis, hypothesis: Hypothesis) -> bool:
     expected = diagnosis.reference.gradients(diagnosis.documents, hypothesis.weights, hypothesis.variant)
-    return largest(gradient_errors(diagnosis.exact, expected)).error <= EXACT_GRADIENT_LIMIT
+    return largest(gradient_errors(diagnosis.fp32_run, expected)).error <= EXACT_GRADIENT_LIMIT
 
 
 def _is_own_part(diagnosis: Diagnosis) -> bool:
     """Whether each data-parallel rank has only the gradient of its own documents."""
-    contents, exact = diagnosis.contents, diagnosis.exact
+    contents, exact = diagnosis.contents, diagnosis.fp32_run
     weights = document_weights(contents, diagnosis.loss_sums)
     own = np.array([-1 if place is None else place.rank for place in contents.places])
     parts = [diagnosis.reference.gradients(diagnosis.documents, weights * (own == r)) for r in range(contents.ranks)]
@@ -132,7 +132,7 @@ def check_replicas(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
     if run.ctx.world_size == 1:
         raise SkipCheck("one process")
-    with factor_noise(run):
+    with randomized_adapters(run):
         run.model.train(False)
         run.optimizer.reset_state()
         result = compute_gradients(run.runner, diagnosis.batch(run), 1)
@@ -183,7 +183,7 @@ def check_frozen(diagnosis: Diagnosis) -> Finding:
         off = [name for name, parameter in run.model.named_parameters() if not parameter.requires_grad]
     else:
         off = [n for n, p in run.model.named_parameters() if run.model.tuning.is_trained(n) and not p.requires_grad]
-    with factor_noise(run):
+    with randomized_adapters(run):
         compute_step(diagnosis, run)
         own = dict[str, bool]()
         for shard in gradient_shards(run):
@@ -226,7 +226,7 @@ def check_reduction(diagnosis: Diagnosis) -> Finding:
     contents = diagnosis.contents
     if contents.ranks == contents.micro_steps == 1:
         raise SkipCheck("one micro-batch on one rank: nothing is summed")
-    with factor_noise(run):
+    with randomized_adapters(run):
         share = max(measure_bf16_shares(diagnosis, run))
     parts = f"{contents.micro_steps} micro-steps on {contents.ranks} rank{'s' if contents.ranks > 1 else ''}"
     text = f"{share:.1%} of a tensor's values, summed over {parts}, are exact in bf16"

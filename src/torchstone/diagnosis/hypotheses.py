@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchstone.diagnosis.batch_contents import BatchContents, Place
+from torchstone.diagnosis.batch_contents import BatchContents, DocumentLocation
 from torchstone.diagnosis.reference import LossSums, Variant
 
 RUNNER = "parallel/runner.py: Runner.forward_backward"
@@ -66,10 +66,10 @@ def document_weights(contents: BatchContents, sums: LossSums) -> np.ndarray:
 
 
 def _means_of_means(contents: BatchContents, sums: LossSums) -> list[Hypothesis]:
-    def by_cell(place: Place) -> tuple[int, int]:
+    def by_cell(place: DocumentLocation) -> tuple[int, int]:
         return place.rank, place.micro_step
 
-    def by_rank(place: Place) -> int:
+    def by_rank(place: DocumentLocation) -> int:
         return place.rank
 
     ranks, micro_steps = contents.ranks, contents.micro_steps
@@ -152,7 +152,7 @@ def _lost_parts(contents: BatchContents, sums: LossSums) -> list[Hypothesis]:
     return [Hypothesis(cause, source, fix, right * mask) for cause, (source, mask) in parts.items()]
 
 
-def _mean_weights(contents: BatchContents, sums: LossSums, group: Callable[[Place], object]) -> np.ndarray:
+def _mean_weights(contents: BatchContents, sums: LossSums, group: Callable[[DocumentLocation], object]) -> np.ndarray:
     """1 / loss tokens of the group of each document."""
     keys = [None if place is None else group(place) for place in contents.places]
     totals: dict[object, float] = {}

@@ -69,8 +69,8 @@ def find_leak(diagnosis: Diagnosis) -> str | None:
         documents = short_documents(diagnosis)
     except SkipCheck:
         return None
-    leak = measure_leak(diagnosis.exact, [document.ids for document in documents])
-    return leak.describe(diagnosis.exact) if leak.is_large else None
+    leak = measure_leak(diagnosis.fp32_run, [document.ids for document in documents])
+    return leak.describe(diagnosis.fp32_run) if leak.is_large else None
 
 
 def _loss(run: Run, documents: Sequence[np.ndarray], target: int, size: int | None = None) -> float:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchstone.data.formats import IGNORE_INDEX
 from torchstone.diagnosis.check import Finding, SkipCheck, Status
-from torchstone.diagnosis.factor_noise import factor_noise
 from torchstone.diagnosis.gradients import (
     EXACT_GRADIENT_LIMIT,
     compute_step,
@@ -26,6 +25,7 @@ from torchstone.diagnosis.gradients import (
 )
 from torchstone.diagnosis.hypotheses import document_weights
 from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement
+from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.loss.chunked import chunked_loss_sum
@@ -53,13 +53,13 @@ LossSum = Callable[..., Tensor]
 
 def check_mixed_precision(diagnosis: Diagnosis) -> Finding:
     run, precision = diagnosis.run, diagnosis.config.training.precision
-    if diagnosis.is_exact:
+    if diagnosis.is_fp32:
         raise SkipCheck("the run computes in fp32 and uncompiled: loss and gradients compare it")
     diagnosis.require("batch", "loss", "gradients")
     right = diagnosis.loss_sums.loss
     weights = document_weights(diagnosis.contents, diagnosis.loss_sums)
     expected = diagnosis.reference.gradients(diagnosis.documents, weights)
-    with factor_noise(run):
+    with randomized_adapters(run):
         loss = compute_step(diagnosis, run).loss
         errors = gradient_errors(run, expected)
     # Of all tensors together: bf16 may lose small ones.
@@ -84,7 +84,7 @@ def check_mixed_precision(diagnosis: Diagnosis) -> Finding:
 
 
 def check_fused_loss(diagnosis: Diagnosis) -> Finding:
-    model = diagnosis.plain.model
+    model = diagnosis.reference_run.model
     if not isinstance(model, NativeModel):
         raise SkipCheck("the Transformers fallback computes all logits")
     hidden_BTD, labels_BT = _hidden_states(diagnosis)
@@ -128,7 +128,7 @@ def _distance(gradient: Tensor, expected: Tensor) -> float:
 def _hidden_states(diagnosis: Diagnosis) -> tuple[Tensor, Tensor]:
     """The input of the head for a document with labels, and the labels; by the plain model."""
     document = next(each for each in diagnosis.documents if (each.shifted(1) >= 0).any())
-    module, device = diagnosis.plain.model.module, diagnosis.device
+    module, device = diagnosis.reference_run.model.module, diagnosis.device
     ids_BT = torch.from_numpy(document.ids.astype(np.int64))[None].to(device)
     positions_BT = torch.arange(ids_BT.shape[1], device=device)[None]
     with torch.no_grad():
@@ -154,7 +154,7 @@ def check_attention_kernel(diagnosis: Diagnosis) -> Finding:
     if diagnosis.is_explained("loss"):
         diagnosis.require("loss")
     losses, gradients = [], []
-    with factor_noise(run):
+    with randomized_adapters(run):
         for context in (nullcontext(), eager_attention(run)):
             with context:
                 losses.append(compute_step(diagnosis, run).loss)

@@ -34,8 +34,10 @@ def check_batch(diagnosis: Diagnosis) -> Finding:
 
 
 def check_loss(diagnosis: Diagnosis) -> Finding:
+    # Of other documents it cannot be right.
+    diagnosis.require("batch")
     right = diagnosis.loss_sums.loss
-    losses = [measure_loss(diagnosis, diagnosis.exact) for _ in range(2)]
+    losses = [measure_loss(diagnosis, diagnosis.fp32_run) for _ in range(2)]
     measured = losses[0]
     error = relative(measured, right)
     values = {"loss": measured, "expected": right, "error": error, "limit": EXACT_LIMIT}
@@ -65,9 +67,7 @@ def worst_of_ranks(diagnosis: Diagnosis, value: float, expected: float) -> float
 def explain_loss(diagnosis: Diagnosis, losses: list[float]) -> tuple[str, str, str] | None:
     """The known mistake that explains a wrong loss, where it comes from, and what to do."""
     contents, sums = diagnosis.contents, diagnosis.loss_sums
-    if contents.problem is not None:
-        return contents.problem, "the check batch says more", "repair the batch first: its loss cannot be right"
-    divisors = wrong_divisors(diagnosis, [diagnosis.batch(diagnosis.exact)], contents.ranks)
+    divisors = wrong_divisors(diagnosis, [diagnosis.batch(diagnosis.fp32_run)], contents.ranks)
     if divisors is not None:
         return divisors, "data/loader.py: StepBatch.loss_tokens", "divide by the loss tokens of the whole step"
     if relative(losses[0], losses[1]) > EXACT_LIMIT:
@@ -110,7 +110,7 @@ def agreement(is_right: bool, error: float) -> str:
 
 def _most_deviating_part(diagnosis: Diagnosis) -> tuple[str, str, str]:
     """Which micro-batch of which rank is off most, by its own loss sum."""
-    contents, exact = diagnosis.contents, diagnosis.exact
+    contents, exact = diagnosis.contents, diagnosis.fp32_run
     expected: dict[tuple[int, int], float] = {}
     for place, value in zip(contents.places, diagnosis.loss_sums.sums["right"], strict=True):
         if place is not None:

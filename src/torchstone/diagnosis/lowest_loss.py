@@ -32,7 +32,7 @@ def lowest_loss(diagnosis: Diagnosis, targets: Sequence[int] | np.ndarray) -> fl
         softcap = model.decoder_config.logit_softcap
         return 0.0 if softcap is None else math.log1p((model.vocab_size - 1) * math.exp(-2 * softcap))
     # An unsharded one.
-    decoder = diagnosis.plain.model.module
+    decoder = diagnosis.reference_run.model.module
     labels = torch.as_tensor(np.asarray(targets, dtype=np.int64), device=decoder.head.weight.device)
     # The row of a target in the head is near the best hidden state.
     hidden_ND = decoder.head.weight.detach()[labels].float().clone().requires_grad_()

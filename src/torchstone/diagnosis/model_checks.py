@@ -15,7 +15,7 @@ from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.isolation import LEAK_LIMIT, MASKS, measure_leak, short_documents
 from torchstone.diagnosis.loss_checks import EXACT_LIMIT, measure_loss
 from torchstone.diagnosis.reference import Reference, relative
-from torchstone.diagnosis.restore import restored
+from torchstone.diagnosis.restore import restore_after
 from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.decoder import EMBEDDING, HEAD
@@ -43,7 +43,7 @@ def check_evaluation(diagnosis: Diagnosis) -> Finding:
     data = select_data(step.data, SelectedSamples(step.data.train, step.indices), size, rows, dp)
     documents = step_documents(replace(data, train=held_out), range(len(held_out)))
     right = diagnosis.reference.losses(documents).loss
-    with diagnosis.trial(diagnosis.exact, replace(data, validation={"": held_out}), {}) as trial:
+    with diagnosis.trial(diagnosis.fp32_run, replace(data, validation={"": held_out}), {}) as trial:
         trial.model.train()
         losses = [validate(trial) for _ in range(2)]
     repeat, error = relative(losses[1], losses[0]), relative(losses[0], right)
@@ -64,7 +64,7 @@ def check_evaluation(diagnosis: Diagnosis) -> Finding:
 
 def check_documents(diagnosis: Diagnosis) -> Finding:
     # The scales of FP8 depend on all tokens.
-    run = diagnosis.exact if diagnosis.config.training.precision.startswith("fp8") else diagnosis.run
+    run = diagnosis.fp32_run if diagnosis.config.training.precision.startswith("fp8") else diagnosis.run
     documents = short_documents(diagnosis)
     leak = measure_leak(run, [document.ids for document in documents])
     if leak.from_itself <= LEAK_LIMIT:
@@ -90,7 +90,7 @@ def check_documents(diagnosis: Diagnosis) -> Finding:
 def check_saved_model(diagnosis: Diagnosis) -> Finding:
     """Trains a step, saves, loads the files into one process, and compares weights and loss."""
     diagnosis.require("replicas")
-    exact, ctx = diagnosis.exact, diagnosis.ctx
+    exact, ctx = diagnosis.fp32_run, diagnosis.ctx
     if local_world_size() < ctx.world_size:
         raise SkipCheck("the ranks are on several machines, which may have no folder in common")
     size = 4 * exact.model.parameter_count
@@ -100,7 +100,7 @@ def check_saved_model(diagnosis: Diagnosis) -> Finding:
         raise SkipCheck(f"{diagnosis.folder} has no room for {size / 2**30:.1f} GiB: set TMPDIR")
     folder = diagnosis.folder / "saved"
     folder.mkdir(exist_ok=True)
-    with restored(exact):
+    with restore_after(exact):
         take_step(diagnosis, LEARNING_RATE)
         loss = measure_loss(diagnosis, exact)
         save_model(exact.model, folder, ctx)
@@ -127,7 +127,7 @@ def check_saved_model(diagnosis: Diagnosis) -> Finding:
 
 def take_step(diagnosis: Diagnosis, learning_rate: float) -> None:
     """An update of `exact`, outside of a schedule."""
-    exact = diagnosis.exact
+    exact = diagnosis.fp32_run
     exact.optimizer.reset_state()
     exact.model.train(False)
     result = compute_gradients(exact.runner, diagnosis.batch(exact), 1)
@@ -140,8 +140,8 @@ def take_step(diagnosis: Diagnosis, learning_rate: float) -> None:
 def _different_tensors(diagnosis: Diagnosis, reloaded: Model) -> list[str]:
     """The tensors whose bits are not those that some rank holds."""
     tensors = {name: parameter.detach() for name, parameter in reloaded.named_parameters()}
-    own, config = [], diagnosis.exact.model.decoder_config
-    for name, parameter in diagnosis.exact.model.named_parameters():
+    own, config = [], diagnosis.fp32_run.model.decoder_config
+    for name, parameter in diagnosis.fp32_run.model.named_parameters():
         for shard in local_shards(config, name, parameter.detach()):
             if shard.name not in tensors or not torch.equal(tensors[shard.name][shard.index], shard.tensor):
                 own.append(shard.name)

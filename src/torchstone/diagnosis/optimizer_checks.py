@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from torchstone.config.schema import OptimConfig
 from torchstone.diagnosis.check import Finding, SkipCheck
-from torchstone.diagnosis.factor_noise import factor_noise
 from torchstone.diagnosis.kernel_checks import blocks
-from torchstone.diagnosis.restore import restored
+from torchstone.diagnosis.randomized_adapters import randomized_adapters
+from torchstone.diagnosis.restore import restore_after
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
 from torchstone.optim.clip import to_local
@@ -92,7 +92,7 @@ def _inspect_step(diagnosis: Diagnosis) -> tuple[dict[str, dict[str, torch.dtype
         for name, module in modules.items():
             hook = module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output.dtype}))
             stack.callback(hook.remove)
-        stack.enter_context(restored(run))
+        stack.enter_context(restore_after(run))
         run.model.train()
         run.optimizer.reset_state()
         result = compute_gradients(run.runner, diagnosis.batch(run), 1)
@@ -154,7 +154,7 @@ def check_weight_decay(diagnosis: Diagnosis) -> Finding:
 @torch.no_grad()
 def _decay_once(run: Run, optim: OptimConfig) -> dict[str, float]:
     """What is left of the norm of every tensor after a step without gradients; tensors of zeros are left out."""
-    with restored(run):
+    with restore_after(run):
         run.optimizer.reset_state()
         parameters = dict(run.model.trained_parameters())
         before = {name: to_local(parameter).double().norm().item() for name, parameter in parameters.items()}
@@ -287,7 +287,7 @@ def check_swallowed_updates(diagnosis: Diagnosis) -> Finding:
     if optim.learning_rate == 0:
         raise SkipCheck("optim.learning_rate is 0")
     counts = torch.zeros(2, dtype=torch.float64)
-    with factor_noise(run):
+    with randomized_adapters(run):
         run.model.train(False)
         run.optimizer.reset_state()
         result = compute_gradients(run.runner, diagnosis.batch(run), 1)

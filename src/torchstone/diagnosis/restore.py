@@ -11,12 +11,12 @@ from torch import Tensor
 from torchstone.optim.clip import to_local
 from torchstone.training.run import Run
 
-# As many times the weights must be free for a copy of them on the GPU; otherwise it takes the way to the CPU and back.
-ROOM = 6
+# A copy of the weights stays on the GPU if this many times its size is free, and else on the CPU.
+FREE_MEMORY_FACTOR = 6
 
 
 @contextmanager
-def restored(run: Run) -> Iterator[None]:
+def restore_after(run: Run) -> Iterator[None]:
     """Puts back what training changes: weights, moments, learning rates, gradients, buffers, random numbers, mode."""
     run.runner.reshard()
     model, optimizer, was_training = run.model, run.optimizer, run.model.module.training
@@ -44,7 +44,7 @@ def restored(run: Run) -> Iterator[None]:
 def has_room(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Whether the device has memory for a copy of the weights, with moments, gradients and activations beside it."""
     size = sum(tensor.nbytes for tensor in tensors)
-    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > ROOM * size
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > FREE_MEMORY_FACTOR * size
 
 
 @torch.no_grad()

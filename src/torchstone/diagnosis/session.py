@@ -26,9 +26,9 @@ from torchstone.data.loader import RunData, StepBatch
 from torchstone.diagnosis.batch_contents import BatchContents, Document, read_contents, step_documents
 from torchstone.diagnosis.check import Finding, MissingCheck, SkipCheck
 from torchstone.diagnosis.checked_step import CheckedStep, choose_step
-from torchstone.diagnosis.factor_noise import add_factor_noise
+from torchstone.diagnosis.randomized_adapters import randomize_adapters
 from torchstone.diagnosis.reference import LossSums, Reference
-from torchstone.diagnosis.restore import restored
+from torchstone.diagnosis.restore import restore_after
 from torchstone.errors import OutOfMemoryError
 from torchstone.models.attention import VARLEN_BACKENDS
 from torchstone.observe.console import Console
@@ -77,7 +77,7 @@ class Diagnosis:
         return self.run.config
 
     @property
-    def is_exact(self) -> bool:
+    def is_fp32(self) -> bool:
         """Whether `run` computes in fp32, uncompiled."""
         choices = self.run.model.choices
         return (choices["training.precision"].value, choices["model.compile"].value) == ("fp32", "none")
@@ -93,23 +93,23 @@ class Diagnosis:
         return name in self.failed and bool(self.failed[name].values.get("is_explained"))
 
     @cached_property
-    def exact(self) -> Run:
+    def fp32_run(self) -> Run:
         """The same layout and kernels in fp32, for strict limits; `run` itself if it is that already, without adapters
         that start at zero."""
-        if self.is_exact and self.run.model.tuning is None:
+        if self.is_fp32 and self.run.model.tuning is None:
             return self.run
-        exact = self._build(exact_config(self.config), self.ctx)
-        add_factor_noise(exact)
-        return exact
+        run = self._build(fp32_config(self.config), self.ctx)
+        randomize_adapters(run)
+        return run
 
     @cached_property
-    def plain(self) -> Run:
+    def reference_run(self) -> Run:
         """The model alone: one process, fp32, eager attention, all logits, no kernels. reference.py defines with it
         what is right; its own data, runner and optimizer are not used."""
-        plain = self._build(plain_config(self.config, self.run.data), SINGLE_PROCESS)
-        add_factor_noise(plain)
-        plain.model.train(False)
-        return plain
+        run = self._build(reference_config(self.config, self.run.data), SINGLE_PROCESS)
+        randomize_adapters(run)
+        run.model.train(False)
+        return run
 
     @cached_property
     def step(self) -> CheckedStep:
@@ -133,7 +133,7 @@ class Diagnosis:
 
     @property
     def reference(self) -> Reference:
-        return Reference(self.plain.model, self.device, self.run.data.pad_id, self.ctx)
+        return Reference(self.reference_run.model, self.device, self.run.data.pad_id, self.ctx)
 
     @cached_property
     def loss_sums(self) -> LossSums:
@@ -146,7 +146,7 @@ class Diagnosis:
         folder = self.folder / f"trial-{next(self._trial_numbers)}"
         folder.mkdir(exist_ok=True)
         config = change(run.config, {"output_dir": str(folder)} | dict(settings))
-        with restored(run):
+        with restore_after(run):
             run.optimizer.reset_state()
             schedule = plan_schedule(config, data, Progress())
             yield Run(
@@ -162,7 +162,7 @@ class Diagnosis:
             if not self.ctx.any_rank(run is None):
                 return cast(Run, run)
             del run
-            others = [name for name in ("exact", "plain") if vars(self).get(name, self.run) is not self.run]
+            others = [name for name in ("fp32_run", "reference_run") if vars(self).get(name, self.run) is not self.run]
             for name in others:
                 del vars(self)[name]
             free_device_memory(self.device)
@@ -211,7 +211,7 @@ def without_outputs(config: Config, folder: Path) -> Config:
     )
 
 
-def exact_config(config: Config) -> Config:
+def fp32_config(config: Config) -> Config:
     changes: dict[str, Any] = {
         "training.precision": "fp32", "training.fp8_recipe": "tensorwise", "model.compile": "none",
     }  # fmt: skip
@@ -221,7 +221,7 @@ def exact_config(config: Config) -> Config:
     return change(config, changes)
 
 
-def plain_config(config: Config, data: RunData) -> Config:
+def reference_config(config: Config, data: RunData) -> Config:
     changes = {
         "parallel": ParallelConfig(),
         "model.attention": "eager",
@@ -235,7 +235,7 @@ def plain_config(config: Config, data: RunData) -> Config:
         "training.grad_accum_steps": None,
         "training.max_tokens_per_gpu": None,
     }
-    return change(exact_config(config), changes)
+    return change(fp32_config(config), changes)
 
 
 def change(config: Config, values: Mapping[str, Any]) -> Config:

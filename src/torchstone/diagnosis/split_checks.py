@@ -40,7 +40,7 @@ EPOCH_END = "data/loader.py: RunData.batches, training/schedule.py, parallel/run
 
 def check_packing(diagnosis: Diagnosis) -> Finding:
     diagnosis.require("batch", "loss", "gradients")
-    exact = diagnosis.exact
+    exact = diagnosis.fp32_run
     if not exact.data.packed:
         raise SkipCheck("data.packing is false: every row has one document")
     documents = short_documents(diagnosis)
@@ -64,7 +64,7 @@ def check_packing(diagnosis: Diagnosis) -> Finding:
 
 def check_accumulation(diagnosis: Diagnosis) -> Finding:
     diagnosis.require("batch", "loss", "gradients")
-    exact, step = diagnosis.exact, diagnosis.step
+    exact, step = diagnosis.fp32_run, diagnosis.step
     lengths = step.data.train.lengths[step.indices]
     has_rows = step.data.batch_sizes.micro_batch_rows is not None
     sizes = (-(-len(lengths) // exact.ctx.dims.dp), 1) if has_rows else (int(lengths.sum()), int(lengths.max()))
@@ -99,7 +99,7 @@ def _why_accumulation(diagnosis: Diagnosis, losses: list[float]) -> str:
 def check_world_size(diagnosis: Diagnosis) -> Finding:
     """Splits the step over more ranks than there are; every rank computes the shares of several, one after another."""
     diagnosis.require("batch", "loss", "gradients")
-    exact, step, dp = diagnosis.exact, diagnosis.step, diagnosis.ctx.dims.dp
+    exact, step, dp = diagnosis.fp32_run, diagnosis.step, diagnosis.ctx.dims.dp
     exact.model.train(False)
     batch = diagnosis.batch(exact)
     losses = [run_micro_batches(exact, batch.micro_batches, batch.loss_tokens), 0.0]
@@ -136,7 +136,7 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
     order = data.sampler(diagnosis.config.training.seed, diagnosis.config.data.shuffle).take(len(samples))
     parts, recorder = np.split(order, [size, 2 * size]), StepRecorder()
     expected = [diagnosis.reference.losses(step_documents(data, part)) for part in parts]
-    with diagnosis.trial(diagnosis.exact, data, settings) as trial, in_eval_mode(trial):
+    with diagnosis.trial(diagnosis.fp32_run, data, settings) as trial, in_eval_mode(trial):
         train_loop(trial, [recorder])
     taken = [int(metrics["samples"]) for metrics in recorder.metrics]
     text = f"an epoch of {len(samples)} samples in steps of {' and '.join(map(str, taken)) or 'none'}"
@@ -179,7 +179,7 @@ def _why_last_step(
     diagnosis: Diagnosis, data: RunData, start: int, part: np.ndarray, loss: float, sums: LossSums
 ) -> str:
     ctx, end = diagnosis.ctx, len(data.train)
-    batch = next(iter(data.batches(diagnosis.exact.config, start, end, ctx.dp_rank, ctx.dims.dp)))
+    batch = next(iter(data.batches(diagnosis.fp32_run.config, start, end, ctx.dp_rank, ctx.dims.dp)))
     contents = read_contents(step_documents(data, part), batch.micro_batches, ctx)
     causes = find_causes(list_hypotheses(contents, sums, diagnosis.contents.micro_steps), loss, sums, EXACT_LIMIT)
     known = " or: ".join(each.cause for each in causes) if 0 < len(causes) <= 2 else "no known mistake explains it"

@@ -24,9 +24,9 @@ from torchstone.checkpoint.shard_files import WEIGHTS, shard_files
 from torchstone.checkpoint.transformers_folder import capture_warnings
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.checked_step import step_tokens
-from torchstone.diagnosis.factor_noise import without_factors
 from torchstone.diagnosis.kernel_checks import blocks
 from torchstone.diagnosis.loss_checks import agreement
+from torchstone.diagnosis.randomized_adapters import zeroed_adapters
 from torchstone.diagnosis.reference import compute_logits
 from torchstone.diagnosis.session import Diagnosis, on_first_rank
 from torchstone.models.model import NativeModel
@@ -45,7 +45,7 @@ ConfigChange = Callable[[Any], Any]
 
 
 def check_transformers(diagnosis: Diagnosis) -> Finding:
-    plain, config = diagnosis.plain, diagnosis.config
+    plain, config = diagnosis.reference_run, diagnosis.config
     tuning = config.tuning
     if tuning.quantize_base != "none":
         raise SkipCheck("tuning.quantize_base: the weights are not those of the folder")
@@ -60,7 +60,7 @@ def check_transformers(diagnosis: Diagnosis) -> Finding:
         folder = resolve_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if is_tuned_folder(folder) or shard_files(folder, WEIGHTS):
             raise SkipCheck(f"{folder} is for Transformers only after torchstone export")
-    with without_factors(plain):
+    with zeroed_adapters(plain):
         return on_first_rank(diagnosis.ctx, lambda: Comparison(diagnosis, folder).find())
 
 
@@ -68,7 +68,7 @@ class Comparison:
     """The plain model and Transformers' model of `folder`, on a few documents."""
 
     def __init__(self, diagnosis: Diagnosis, folder: Path) -> None:
-        self.diagnosis, self.folder, self.model = diagnosis, folder, diagnosis.plain.model
+        self.diagnosis, self.folder, self.model = diagnosis, folder, diagnosis.reference_run.model
         hf_config = self._read_config()
         vocabulary = hf_config.get_text_config().vocab_size
         documents = [document.ids[:MAX_TOKENS] for document in diagnosis.documents if document.ids.max() < vocabulary]
@@ -157,7 +157,7 @@ class Comparison:
             return "the weights, or what is done with them, differ from those of the folder", "all keys"
         ids = self.documents[int(np.argmax(self._errors(hf)))]
         outputs: list[Tensor] = []
-        modules = [self.model.module.tok_embed, *blocks(self.diagnosis.plain)]
+        modules = [self.model.module.tok_embed, *blocks(self.diagnosis.reference_run)]
         hooks = [module.register_forward_hook(lambda _, __, output: outputs.append(output)) for module in modules]
         compute_logits(self.model.module, ids, self.diagnosis.device)
         for hook in hooks:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchstone.diagnosis.restore import refresh_copies, restored
+from torchstone.diagnosis.restore import refresh_copies, restore_after
 from torchstone.parallel.local_shards import local_shards
 from torchstone.training.run import Run
 from torchstone.tuning.lora import LORA_B, is_adapter_parameter, split_parameter_name
@@ -22,7 +22,7 @@ STD = 0.02
 
 
 @torch.no_grad()
-def add_factor_noise(run: Run) -> None:
+def randomize_adapters(run: Run) -> None:
     """Gives them random values, the same in every layout."""
     for name, parameter in zero_factors(run):
         for shard in local_shards(run.model.decoder_config, name, parameter):
@@ -44,17 +44,17 @@ def zero_factors(run: Run) -> list[tuple[str, Tensor]]:
 
 
 @contextmanager
-def factor_noise(run: Run) -> Iterator[None]:
+def randomized_adapters(run: Run) -> Iterator[None]:
     """With these values, for a while."""
-    with restored(run):
-        add_factor_noise(run)
+    with restore_after(run):
+        randomize_adapters(run)
         yield
 
 
 @contextmanager
-def without_factors(run: Run) -> Iterator[None]:
+def zeroed_adapters(run: Run) -> Iterator[None]:
     """The model as it was before adapters were added, for a while."""
-    with restored(run), torch.no_grad():
+    with restore_after(run), torch.no_grad():
         for _, factor in zero_factors(run):
             factor.zero_()
         yield
