@@ -58,7 +58,7 @@ REASONING = (
 CHAT_TEMPLATES = {
     # The question has all of the prompt.
     "inst": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
-    "{% else %} Answer: {{ m.content }} </s>{% endif %}{% endfor %}",
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}",
     "model": "{{ bos_token }}{% for m in messages %}<start>{{ 'model' if m.role == 'assistant' else m.role }}\n"
     "{{ m.content | trim }}<turn>\n{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}",
     "two ends": "{% for m in messages %}<start>{{ m.role }}: {{ m.content }}<turn></s>{% endfor %}"
@@ -256,7 +256,7 @@ class TestHealthyData:
         hf, _ = train_tokenizer(texts, 500, chat_template=name)
         hf.save_pretrained(tmp_path / "tokenizer")
         run = build(conversations(), model__tokenizer=str(tmp_path / "tokenizer"))
-        assert_healthy(run, "template_tokens", "double_bos", *ANSWER_CHECKS)
+        assert_healthy(run, "template_tokens", "generation_prompt", "double_bos", *ANSWER_CHECKS)
 
     @pytest.mark.parametrize("name", sorted(CHAT_TEMPLATES))
     def test_templates_of_other_styles_pass(
@@ -691,16 +691,18 @@ class TestMasks:
         run = build(conversations(), data__chat_template=str(tmp_path / "t.jinja"))
         assert_fault(run, "end_of_turn", "fail", "no end token follows the answers", source="data.chat_template")
 
+    @pytest.mark.parametrize("after", ["", "\n"])
     @pytest.mark.parametrize(("pad", "status"), [(END, "fail"), ("<|pad|>", "warn")])
     def test_an_end_token_that_is_masked_as_padding_is_found(
-        self, build: Callable[..., Run], tokenizer_dir: Path, tmp_path: Path, pad: str, status: str
+        self, build: Callable[..., Run], tokenizer_dir: Path, tmp_path: Path, pad: str, status: str, after: str
     ) -> None:
         tokenizer = load_tokenizer(tokenizer_dir)
         tokenizer.hf.pad_token = pad
         tokenizer.save(tmp_path / "tokenizer")
         rows = token_rows(tokenizer, mask=True)
         for row in rows:
-            row["labels"] = [-100 if label == 2 else label for label in row["labels"]]
+            row["labels"] = [-100 if label == 2 else label for label in row["labels"]] + tokenizer.encode(after)
+            row["input_ids"] += tokenizer.encode(after)
         run = build(rows, model__tokenizer=str(tmp_path / "tokenizer"))
         finding = assert_fault(run, "end_of_turn", status, "<|end|> (id 2) ends 24 rows, but is masked")
         assert ("also the pad token" in str(finding.cause)) == (pad == END)
@@ -777,6 +779,11 @@ class TestTokenizers:
     def test_template_tokens_that_are_text_are_found(self, build: Callable[..., Run]) -> None:
         run = build(conversations(), data__chat_template="chatml", data__context_length=256)
         assert_fault(run, "template_tokens", "fail", "<|im_start|>, <|im_end|> is written as text")
+
+    def test_a_template_without_a_generation_prompt_is_found(self, build: Callable[..., Run], tmp_path: Path) -> None:
+        (tmp_path / "t.jinja").write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}")
+        run = build(conversations(), data__chat_template=str(tmp_path / "t.jinja"))
+        assert_fault(run, "generation_prompt", "fail", "'<|assistant|>' is trained with every answer")
 
     def test_ids_without_an_embedding_are_found(self, build: Callable[..., Run]) -> None:
         run = build(list(corpus_rows(NUM_ROWS)))

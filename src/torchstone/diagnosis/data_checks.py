@@ -27,6 +27,7 @@ from torchstone.diagnosis.row_checks import (
 )
 from torchstone.diagnosis.tokenizer_checks import (
     check_double_bos,
+    check_generation_prompt,
     check_id_range,
     check_model_tokenizer,
     check_pretokenized,
@@ -108,6 +109,12 @@ DATA_CHECKS: tuple[Check, ...] = (
         "special tokens of the chat template are tokens",
         "Turns begin and end with ordinary text, and nothing ends an answer.",
         check_template_tokens,
+    ),
+    Check(
+        "generation_prompt", "data", "major",
+        "the header of an answer is in the generation prompt",
+        "The model learns to write the header, and is not prompted with it when it is used.",
+        check_generation_prompt,
     ),
     Check(
         "control_tokens", "data", "major",

@@ -64,7 +64,7 @@ def check_duplicates(diagnosis: Diagnosis) -> Finding:
             copied += len(ids)
             copies.append((origin, first[key]))
     if rows < MIN_ROWS:
-        raise SkipCheck(f"{rows} rows are too few to compare")
+        raise SkipCheck(f"{rows} rows are too few to compare, without texts below {MIN_TEXT_TOKENS} tokens")
     share = copied / tokens
     finding = Finding(
         "pass",
@@ -121,6 +121,8 @@ def check_validation_leak(diagnosis: Diagnosis) -> Finding:
         rows += 1
         if (other := train.get(hash(ids.tobytes()))) is not None:
             leaked.append((origin, other))
+    if not rows:
+        raise SkipCheck(f"no validation text has {MIN_TEXT_TOKENS} tokens: shorter ones occur again by accident")
     share = len(leaked) / max(1, rows)
     finding = Finding(
         "pass",

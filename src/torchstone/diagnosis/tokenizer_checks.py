@@ -101,6 +101,24 @@ def _find_bos_source(run: Run, row_format: RowFormat, origin: str) -> tuple[str,
     return f"the tokenizer {path} and the text", "remove it from the text: the tokenizer adds it"
 
 
+def check_generation_prompt(diagnosis: Diagnosis) -> Finding:
+    run = diagnosis.run
+    if not set(run.data.formats) & set(CHAT_FORMATS) or run.config.data.train_on == "all":
+        raise SkipCheck("no answers of conversations are trained")
+    header = run.tokenizer.template.trained_header()
+    text = f"{len(header)} characters before an answer are trained because they are in no generation prompt"
+    finding = Finding("pass", text, limit="0", values={"characters": len(header)})
+    if not header:
+        return finding
+    return replace(
+        finding,
+        status="fail",
+        cause=f"the chat template ignores add_generation_prompt, so {header!r} is trained with every answer",
+        source=template_name(run),
+        next_step="end the template with {% if add_generation_prompt %} and this header, or use another one",
+    )
+
+
 def check_template_tokens(diagnosis: Diagnosis) -> Finding:
     run = diagnosis.run
     if not set(run.data.formats) & set(CHAT_FORMATS):
