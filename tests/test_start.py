@@ -85,6 +85,7 @@ class TestBatchSizesOfAPreset:
         code, _, err = torchstone("train", "--preset", "demo", *flags(values))
         assert code == 2
         assert "training.batch_size does not apply to packed conversations" in err
+        assert "use --training.max_tokens_per_gpu 2048 (32 x data.context_length)" in err
 
 
 class TestMemory:
