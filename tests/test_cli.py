@@ -175,6 +175,8 @@ class TestWrongUsage:
         code, _, err = torchstone("train", *flags(overrides))
         assert code == 5
         assert "its update was not applied" in err
+        assert "the last updates blew up the weights: lower --optim.learning_rate" in err
+        assert not any(useless in err for useless in ("debug.on_nan", "training.precision"))
 
 
 class TestCommands:
