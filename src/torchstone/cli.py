@@ -70,6 +70,8 @@ NonNegativeInt = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=
 Switch = Annotated[bool, Parameter(negative="")]
 LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
+# Config keys with a flag of their own.
+FLAGS_OF_KEYS = {"observe.profile": "--profile", "auto_batch.enabled": "--auto-batch-size"}
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,17 @@ class RunFlags:
 
     def overrides(self, given: Sequence[str]) -> list[tuple[str, Any]]:
         """The settings of the flags. `given`: the config keys that are flags of this call, with underscores."""
-        own = {"observe.profile": ("--profile", self.profile)}
-        own |= {"auto_batch.enabled": ("--auto-batch-size", self.auto_batch_size)}
-        for key, (flag, value) in own.items():
-            if value is not None and key in given:
-                raise UsageError(f"{flag} and --{key} are the same setting", "give one of them")
-        values = {"output_dir": self.output_dir, "max_steps": self.max_steps}
-        values |= {key: value for key, (_, value) in own.items()}
-        return [(key, value) for key, value in values.items() if value is not None]
+        values = {
+            "output_dir": self.output_dir,
+            "max_steps": self.max_steps,
+            "observe.profile": self.profile,
+            "auto_batch.enabled": self.auto_batch_size,
+        }
+        overrides = [(key, value) for key, value in values.items() if value is not None]
+        for key, _ in overrides:
+            if key in FLAGS_OF_KEYS and key in given:
+                raise UsageError(f"{FLAGS_OF_KEYS[key]} and --{key} are the same setting", "give one of them")
+        return overrides
 
 
 SharedFlags = Annotated[RunFlags, Parameter(name="*")]
