@@ -363,6 +363,8 @@ class TestRuns:
         code, _, err = torchstone("train", *flags(values | tiny))
         assert (code, "(auto_batch.memory_limit)" in err, "a shorter --data.context_length" in err) == (4, True, True)
         assert "use a larger --auto_batch.memory_limit; " in err
+        # The error has the measured size.
+        assert "a step needs about" not in err
 
     def test_rows_that_run_out_of_memory_are_split(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         """If even one row does, and not because of a limit: also after recomputation was tried."""

@@ -158,6 +158,8 @@ def test_the_report_names_the_first_bad_module(
     names = re.findall(r"Affected layers: \[(.*)\]", log)[0].split(", ")
     assert (len(names), names[-1] == "...") == (min(6, bad), bad > 5)
     assert f"First bad module: {expected}" in log
+    assert re.search(r"Largest weight: [0-2]\.?\d* \(model\.", log)
+    assert "blew up" not in log
     # The rows of the micro-batch, if it is known, else of the step.
     bad_rows = {"forward": [6], "backward": [5], "weight": [5, 6]}[where]
     (line,) = [line for line in log.splitlines() if "Rows: " in line]

@@ -49,7 +49,7 @@ class TestHelp:
     def test_help_keys_lists_the_keys(self, torchstone: Command) -> None:
         code, out, _ = torchstone("train", "--help-keys")
         assert code == 0
-        sentence = "Peak learning rate of AdamW; by default 2e-5 with model.path. [default: 0.0003]"
+        sentence = "Peak learning rate of AdamW; by default 2e-5 with model.path, and 2e-4 with LoRA. [default: 0.0003]"
         assert f"--optim.learning_rate\n      {sentence}" in out
         assert "--data.path" in out
 
@@ -75,6 +75,12 @@ class TestWrongUsage:
             ("train --preset debug --model.tokenizer no-tok", "tokenizer folder no-tok does not exist"),
             ("train --preset debug --system.device cpu --data.path demo:corpse", "demo:corpus"),
             ("train missing.yaml", "config file missing.yaml does not exist"),
+            ("diagnose no-folder", "no-folder does not exist\n"),
+            ("launch run.yaml", "write torchstone launch slurm CONFIG or torchstone launch kubernetes CONFIG"),
+            ("train --preset debug --system.device gpu", "did you mean 'cuda'?"),
+            ("train --preset debug --tuning.method qlora", "--tuning.method lora --tuning.quantize_base nf4\n"),
+            ("train --preset debug --training.max_tokens_per_gpu auto", "write --training.batch_size auto\n"),
+            ("train --per_device_train_batch_size 4", "for packed conversations --training.max_tokens_per_gpu N"),
             ("train --preset debgu", "did you mean 'debug'?"),
             ("train --preset demo --debug", "--debug means --preset debug"),
             ("train", "--model.path FOLDER starts from a Hugging Face model"),
@@ -93,7 +99,8 @@ class TestWrongUsage:
             ("train --gradient_checkpointing=False", "in Torchstone this is --model.recompute none\n"),
             ("train --train_on_inputs false", "in Torchstone this is --data.train_on assistant\n"),
             ("train --batch-size 8", "--training.global_batch_size N is samples per step, --training.batch_size N is"),
-            ("inspect-data --output-dir x", "see: torchstone inspect-data --help"),
+            ("inspect-data --quux 2", "see: torchstone inspect-data --help"),
+            ("plan --preset demo --debug", "--debug means --preset debug"),
             ("train --report_to wandb", "metrics.jsonl in the run's folder has every step"),
             ("train --training.num_train_epochs 3", "in Torchstone this is --training.max_epochs\n"),
             (
@@ -124,7 +131,7 @@ class TestWrongUsage:
             ("chat nowhere", "nowhere does not exist"),
             ("train --preset debug --output-dir a-file", "output_dir a-file is a file\n  choose another --output-dir"),
             ("train --preset debug --output-dir /proc/a/b", "output_dir /proc/a/b cannot be created: No such file"),
-            ("train --preset debug --model.path a-file", "a-file is a file, not a model folder"),
+            ("train --preset debug --model.path a-file", "model folder a-file is a file"),
             ("evaluate tok --data demo:heldout", "tok has a tokenizer, but no model (no config.json)"),
             ("train --preset debug --data.cache_dir a-file", "a-file"),
         ],
@@ -168,6 +175,8 @@ class TestWrongUsage:
         code, _, err = torchstone("train", *flags(overrides))
         assert code == 5
         assert "its update was not applied" in err
+        assert "the last updates blew up the weights: lower --optim.learning_rate" in err
+        assert not any(useless in err for useless in ("debug.on_nan", "training.precision"))
 
 
 class TestCommands:
@@ -179,12 +188,26 @@ class TestCommands:
         assert code == 0
         assert config["training"]["max_steps"] == 3
         assert config["optim"]["betas"] == [0.9, 0.95]
+        assert "preset_batch_keys" not in config
         assert not Path(overrides["output_dir"]).exists()
 
-    def test_the_output_of_print_config_can_be_run(
-        self, torchstone: Command, settings: Settings, tmp_path: Path
+    @pytest.mark.parametrize("command", ["plan", "prepare", "inspect-data", "diagnose"])
+    def test_commands_for_the_config_of_a_run_take_its_flags(
+        self, torchstone: Command, settings: Settings, command: str
     ) -> None:
-        _, out, _ = torchstone("train", *flags(settings()), "--print-config")
+        overrides = {key: value for key, value in settings().items() if key != "training.max_steps"}
+        given = ["--debug", "--max-steps", "7", "--no-auto-batch-size", "--json"]
+        given += ["--only", "finite"] if command == "diagnose" else []
+        code, out, err = torchstone(command, *flags(overrides), *given)
+        assert code == 0, err
+        assert command != "plan" or json.loads(out)["length"]["steps"] == 7
+        assert not Path(overrides["output_dir"]).exists()
+
+    @pytest.mark.parametrize("preset", [(), ("--preset", "production")])
+    def test_the_output_of_print_config_can_be_run(
+        self, torchstone: Command, settings: Settings, tmp_path: Path, preset: tuple[str, ...]
+    ) -> None:
+        _, out, _ = torchstone("train", *preset, *flags(settings()), "--print-config")
         (tmp_path / "printed.json").write_text(out)
         assert torchstone("train", tmp_path / "printed.json", "--print-config")[1] == out
 

@@ -386,7 +386,7 @@ class TestOtherNames:
             ("tuning.r", 8, "in Torchstone this is --tuning.lora_rank"),
             ("adam_beta1", 0, "in Torchstone this is --optim.betas 0.9,0.95"),
             ("eval_strategy", "no", "leave it out: --training.validate_every_steps N or"),
-            ("per_device_batch_size", 4, "in Torchstone this is --training.batch_size"),
+            ("per_device_batch_size", 4, "--training.batch_size N is rows per device; for packed conversations"),
             ("batch_size", 4, "--training.global_batch_size N is samples per step, --training.batch_size N is rows"),
             ("optim.batch_size", 4, "--training.global_batch_size N is samples per step"),
             ("lora_r", 8, "in Torchstone this is --tuning.lora_rank"),

@@ -346,6 +346,12 @@ class TestFormats:
             ({"input_ids": [1, 2.0]}, "input_ids is not a list of integers"),
             ({"input_ids": [1, 999]}, "id 999 is outside the vocabulary"),
             ({"txt": "a"}, "unknown row format: its keys are txt"),
+            ({"chosen": "a", "rejected": "b"}, "preference data .*not supported.*\n.*\n.*--data.columns text=chosen"),
+            (
+                {"prompt": "q", "chosen": "a", "rejected": "b"},
+                "preference data .*not supported.*\n.*\n.*--data.columns prompt=prompt,completion=chosen",
+            ),
+            ({"prompt": "q", "chosen": TURNS, "rejected": TURNS}, "preference .*\n.*\n.*columns messages=chosen"),
         ],
     )  # fmt: skip
     def test_a_bad_row_is_named_with_the_reason(

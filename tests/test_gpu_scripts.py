@@ -191,6 +191,9 @@ class TestCommands:
         page = (ROOT / "docs/many-gpus.md").read_text()
         for command in [command for command, *_ in ONE_PROCESS] + [command for command, *_ in SHELL_COMMANDS]:
             assert command.replace(" ARGS", "") in page, command
+        # And what writes their files.
+        assert f"cat > my_config.json <<'EOF'\n{LARGER_BATCH}EOF" in page
+        assert f"cat > single_gpu.json <<'EOF'\n{SINGLE_GPU}EOF" in page
 
     def test_prepare_dataset_fills_the_cache_of_the_same_config(
         self, call: Call, text_file: Path, tokenizer_dir: Path
@@ -347,6 +350,16 @@ class TestAllGpus:
         gpu_scripts.run_training()
         assert commands[0][-2:] == expected
 
+    def test_nproc_is_named_as_it_is_set(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(gpus, "list_gpus", list)
+        monkeypatch.setenv("NPROC", "two")
+        monkeypatch.setattr(sys, "argv", ["run_training.sh", "--debug"])
+        with pytest.raises(SystemExit, match="2"):
+            gpu_scripts.run_training()
+        assert "NPROC must be a number of processes, not 'two'" in capsys.readouterr().err
+
     def test_the_device_of_a_single_process_is_ignored_with_a_warning(self, capsys: pytest.CaptureFixture[str]) -> None:
         config = load_config(preset="debug", overrides={"system.device_id": 0})
         assert gpu_scripts.ignore_device_id(config).system.device_id is None
@@ -363,6 +376,7 @@ class TestWrongUsage:
                 "--debug means --preset debug, but --preset pro",
             ),
             ("python3 pretrain_main.py --preset debgu", "did you mean 'debug'?"),
+            ("python3 pretrain_main.py --confg x", "did you mean --config?"),
             ("python3 pretrain_main.py --config", "--config needs a value"),
             ("python3 pretrain_main.py --config= --debug", "--config needs a value"),
             ("python3 pretrain_main.py --config --debug", "--config needs a value"),

@@ -348,6 +348,16 @@ class TestErrors:
         with pytest.raises(UsageError, match=rf"hub:org/rows: it cannot be downloaded from {UNREACHABLE}"):
             find_files("hub:org/rows")
 
+    def test_a_misspelled_folder_is_no_problem_of_the_network(
+        self, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "runs" / "mine").mkdir(parents=True)
+        use_endpoint(monkeypatch, UNREACHABLE)
+        with pytest.raises(UsageError) as caught:
+            model("runs/min")
+        assert caught.value.hint.startswith("check the name (folders in runs: mine); for a model on the hub, check the")
+
     def test_a_hub_that_does_not_answer(
         self, server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -153,6 +153,16 @@ class TestFigures:
             ):
                 assert cell in text
 
+    def test_text_is_split_and_loses_nothing(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "t.jsonl", [{"text": "word " * 90}])
+        for on_long_row in ("split", "drop"):
+            source = inspect(build_cache(path, tokenizer, 16, on_long_row), tokenizer)[1]
+            assert (source["is_split"], source["context_lengths"] == []) == (on_long_row == "split",) * 2
+        report, source = inspect(build_cache(path, tokenizer, 16, "split"), tokenizer)
+        for text in (console_text(report), Page(html_page(report)).text):
+            assert "and loses nothing" in text
+            assert "tokens lost if dropped" not in text
+
     def test_a_source_of_long_rows_is_refused_not_kept(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         report, source = inspect(build_cache(tokens_file(tmp_path / "t.jsonl", [70, 80, 90]), tokenizer), tokenizer)
         assert ([entry["count"] for entry in source["dropped"]], source["notes"]) == ([3], [])

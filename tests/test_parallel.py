@@ -62,8 +62,9 @@ class TestSizes:
     @pytest.mark.parametrize(
         ("parallel", "processes", "hint"),
         [
-            ({"tp": 3}, 8, "use --parallel.tp 1 or 2 or 4 or 8, or start 3 processes"),
-            ({"pp": 5, "tp": 2}, 8, "use --parallel.pp 1 or 2 or 4, or start 10 processes"),
+            ({"tp": 3}, 8, "use --parallel.tp 1 or 2 or 4 or 8, or start 3 processes (--nproc 3)"),
+            ({"tp": 3}, 512, "use --parallel.tp 1 or 2 or 4 or 8, or start 3 processes"),
+            ({"pp": 5, "tp": 2}, 8, "use --parallel.pp 1 or 2 or 4, or start 10 processes (--nproc 10)"),
             ({"dp_shard": 4}, 8, "leave out parallel.dp_shard"),
             ({"dp_shard": 2, "tp": 2}, 8, "use --parallel.tp 4, or start 4 processes"),
             ({"tp": 16}, 8, "use --parallel.tp 1 or 2 or 4 or 8, or start 16 processes"),

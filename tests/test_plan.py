@@ -396,11 +396,24 @@ class TestCommand:
         assert "steps       unknown: there is no --data.path\n" in output
         assert code == 4
         assert "does not fit: 75.1 GiB can be used on h100-80gb (95% of 79.1 GiB)" in output
+        assert "speed " not in output
         assert "--model.recompute full fits" in errors
         assert torchstone("plan", *flags, "--model.recompute", "full")[0] == 0
         code, output, errors = torchstone("plan", *flags[:-2], "--gpu", "4GiB", "--model.recompute", "full")
         assert code == 4
         assert "--search" in errors
+
+    def test_it_recomputes_where_a_run_would(self, big_model: str, torchstone: Command) -> None:
+        flags = ["--model.path", big_model, "--data.context_length", "16384", "--training.global_batch_size", "512"]
+        flags += ["--world", "512", "--gpu", "h100-80gb", "--auto_batch.memory_limit", "60GiB"]
+        code, output, _ = torchstone("plan", *flags)
+        assert code == 0
+        assert "recompute full" in output
+        assert "(85% of 60.0 GiB)" in output
+        assert "note: no micro-batch fits with model.recompute elementwise: a run then takes full" in output
+        code, output, _ = torchstone("plan", *flags, "--model.recompute", "elementwise")
+        assert code == 4
+        assert "a run then takes full" not in output
 
     def test_every_layout_of_a_search_fits_and_can_be_typed(self, big_model: str, torchstone: Command) -> None:
         flags = ["--model.path", big_model, "--data.context_length", "4096", "--training.global_batch_size", "64"]

@@ -370,6 +370,10 @@ class TestWhatResumeRefuses:
         older = str(tmp_path / "run/checkpoints/step-00000002")
         with pytest.raises(CheckpointError, match="newer than step-00000002: step-00000004"):
             api.train(load_config(overrides=overrides | {"checkpoint.resume": older}))
+        other = overrides | {"output_dir": str(tmp_path / "other")}
+        with pytest.raises(CheckpointError) as caught:
+            api.train(load_config(overrides=other | {"checkpoint.resume": "true"}))
+        assert "the path of a checkpoint or a run" in caught.value.hint
 
 
 class TestWhichCheckpoint:
@@ -386,6 +390,15 @@ class TestWhichCheckpoint:
         assert "metrics.jsonl lacks" not in warnings, "its metrics begin after step 2"
         assert exact_metrics(other) == exact_metrics(run)[2:]
         assert saved_tensors(other, STEPS)["model.safetensors"] == saved_tensors(run, STEPS)["model.safetensors"]
+
+    def test_a_run_stands_for_its_newest(self, settings: Settings, chat_file: Path, tmp_path: Path) -> None:
+        run, other = tmp_path / "run", tmp_path / "other"
+        result = api.train(load_config(overrides=chat_run(settings, chat_file, run)))
+        overrides = chat_run(
+            settings, chat_file, other, checkpoint__resume=str(run), training__max_steps=result.step + 1
+        )
+        assert api.train(load_config(overrides=overrides)).step == result.step + 1
+        assert len(exact_metrics(other)) == 1
 
     def test_a_damaged_one_is_skipped_and_renamed_with_a_warning(
         self, settings: Settings, chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -144,6 +144,7 @@ class TestWrongUsage:
             ("base_train", "--depth two", "model.depth must be a positive integer, not 'two'"),
             ("base_train", "--depth 2 --depth 3", "--depth is given twice"),
             ("base_train", "--depth 2 --model.depth 3", "--depth and --model.depth are the same setting"),
+            ("base_train", "--depth 2 --num_iteration 3", "did you mean --num-iterations?"),
             ("base_train", "--depth 2 --max-steps 3 --num-iterations 3", "training.max_steps are the same setting"),
             ("base_train", "--depth 2 --run a --output-dir b", "--run and --output_dir are the same setting"),
             ("base_train", "--depth 2 --model.path x", "makes a new model, but model.path is set"),

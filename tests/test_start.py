@@ -59,6 +59,14 @@ class TestStartLine:
         assert "; AdamW with learning rate 0.0003 (cosine, 0 steps of warm-up), weight decay 0.1\n" in err
         assert "none held out" in err
         assert "is larger than the data" not in err
+        assert "data.validation_path" not in err
+
+    def test_validation_on_the_training_data_is_said_once(
+        self, torchstone: Command, settings: Settings, chat_file: Path
+    ) -> None:
+        values = settings(training__max_steps=1, data__path=chat_file, data__context_length=64)
+        err = start_lines(torchstone, values | {"data.validation_path": f"{chat_file.parent}/./{chat_file.name}"})
+        assert err.count("is both data.path and data.validation_path: its rows are trained on") == 1
 
 
 class TestBatchSizesOfAPreset:
@@ -85,6 +93,7 @@ class TestBatchSizesOfAPreset:
         code, _, err = torchstone("train", "--preset", "demo", *flags(values))
         assert code == 2
         assert "training.batch_size does not apply to packed conversations" in err
+        assert "use --training.max_tokens_per_gpu 2048 (32 x data.context_length)" in err
 
 
 class TestMemory:

@@ -195,8 +195,17 @@ class TestProcesses:
         """The order of the file decides, not which process finishes first."""
         rows = [*corpus_rows(400), {"text": 3}, *corpus_rows(400), {"text": ""}]
         path = write_rows(tmp_path / "rows.jsonl", rows)
-        with pytest.raises(BadRow, match=r"rows.jsonl:401: text is not a string"):
+        with pytest.raises(BadRow, match=r"rows.jsonl:401: text is not a string") as caught:
             build_cache(path, tokenizer, tmp_path, num_processes=3)
+        assert "data.format" not in caught.value.hint
+
+    def test_a_wrong_format_is_not_answered_with_skipping_every_row(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        source, encoding, options = arguments_for(
+            write_rows(tmp_path / "rows.jsonl", corpus_rows(4)), tokenizer, tmp_path / "cache"
+        )
+        with pytest.raises(BadRow) as caught:
+            open_cache(source, replace(encoding, row_format="alpaca"), options, Console("quiet"))
+        assert "if all rows are like this one, data.format or data.columns is wrong" in caught.value.hint
 
     @pytest.mark.usefixtures("small_chunks")
     def test_a_process_that_dies_ends_the_build_but_keeps_its_results(

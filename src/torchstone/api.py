@@ -29,6 +29,7 @@ from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
     CHECKPOINTS,
     is_model_folder,
+    named_checkpoint_folder,
     read_state,
     resolve_model_folder,
     tokenizer_files,
@@ -347,7 +348,8 @@ def _one_line(error: TorchstoneError) -> str:
 def _resumed_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint that the run would resume, if there is one, and its identity. Its files are not verified."""
     resume, folders = config.checkpoint.resume, list_checkpoints(Path(config.output_dir) / CHECKPOINTS)
-    candidates = [folder for _, folder in reversed(folders)] or ([] if resume == "auto" else [Path(resume)])
+    named = [] if resume == "auto" else [named_checkpoint_folder(resume)]
+    candidates = [folder for _, folder in reversed(folders)] or named
     for folder in candidates if resume != "never" else ():
         with suppress(TorchstoneError):
             return folder, read_state(folder).get("identity", {})

@@ -16,13 +16,13 @@ import sys
 import tempfile
 import termios
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, CycloptsError, Parameter, convert, validators
@@ -72,7 +72,51 @@ LaunchFlags = Annotated[LaunchOptions, Parameter(name="*")]
 NO_LAUNCH_OPTIONS = LaunchOptions()
 # Config keys with a flag of their own.
 FLAGS_OF_KEYS = {"observe.profile": "--profile", "auto_batch.enabled": "--auto-batch-size"}
-NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags for a config, of `train` and of the commands that look at the same run.
+
+    Args:
+        preset: demo, demo-chat, debug or production; the file and the flags override it.
+        debug: The same as --preset debug.
+        output_dir: Folder of the run; only train writes there.
+        max_steps: Number of optimizer steps.
+        profile: Steps to profile, such as 3 (after the first two) or 10-12: a trace and kernel times by kind.
+        auto_batch_size: Find the fastest micro-batch that fits; by default on a GPU if no size is set.
+    """
+
+    preset: str | None = None
+    debug: Switch = False
+    output_dir: str | None = None
+    max_steps: str | None = None
+    profile: str | None = None
+    auto_batch_size: bool | None = None
+
+    @property
+    def preset_name(self) -> str | None:
+        if self.debug and self.preset not in (None, "debug"):
+            raise UsageError(f"--debug means --preset debug, but --preset {self.preset} is given too")
+        return "debug" if self.debug else self.preset
+
+    def overrides(self, given: Sequence[str]) -> list[tuple[str, Any]]:
+        """The settings of the flags. `given`: the config keys that are flags of this call, with underscores."""
+        values = {
+            "output_dir": self.output_dir,
+            "max_steps": self.max_steps,
+            "observe.profile": self.profile,
+            "auto_batch.enabled": self.auto_batch_size,
+        }
+        overrides = [(key, value) for key, value in values.items() if value is not None]
+        for key, _ in overrides:
+            if key in FLAGS_OF_KEYS and key in given:
+                raise UsageError(f"{FLAGS_OF_KEYS[key]} and --{key} are the same setting", "give one of them")
+        return overrides
+
+
+SharedFlags = Annotated[RunFlags, Parameter(name="*")]
+NO_RUN_FLAGS = RunFlags()
 MAX_TOKENS = Parameter(name=("--max-tokens", "--max-new-tokens"), validator=validators.Number(gte=1))
 MaxTokens = Annotated[int, MAX_TOKENS]
 
@@ -219,14 +263,9 @@ class Commands:
         config: Path | None = None,
         /,
         *,
-        preset: str | None = None,
-        debug: bool = False,
-        output_dir: str | None = None,
-        max_steps: str | None = None,
+        run: SharedFlags = NO_RUN_FLAGS,
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         max_restarts: NonNegativeInt | None = None,
-        profile: str | None = None,
-        auto_batch_size: bool | None = None,
         print_config: bool = False,
         help_keys: str | None = None,
     ) -> None:
@@ -234,28 +273,20 @@ class Commands:
 
         Args:
             config: JSON (comments allowed), YAML or TOML file.
-            preset: demo, demo-chat, debug or production; the file and the flags override it.
-            debug: The same as --preset debug.
-            output_dir: Folder of the run.
-            max_steps: Number of optimizer steps.
             max_restarts: How many times to restart the workers from the last checkpoint after a failure.
-            profile: Steps to profile, such as 3 (after the first two) or 10-12: a trace and kernel times by kind.
-            auto_batch_size: Find the fastest micro-batch that fits; by default on a GPU if no size is set.
             print_config: Print the resolved config as JSON, and what `auto` means here on stderr, and stop.
             help_keys: List the config keys of a section (or of all) with their meanings and defaults, and stop.
         """
         if help_keys is not None:
             sys.stdout.write(config_table(None if help_keys == "all" else help_keys) + "\n")
             return
-        if debug and preset not in (None, "debug"):
-            raise UsageError(f"--debug means --preset debug, but --preset {preset} is given too")
         try:
-            flags = {"observe.profile": profile, "auto_batch.enabled": auto_batch_size}
-            resolved = self._resolve(config, "debug" if debug else preset, output_dir, max_steps, flags=flags)
+            resolved = self._resolve(config, run)
         except UsageError as error:
-            saved = Path(output_dir or "", "config.json")
-            if config is None and preset is None and not self.config_flags and output_dir and saved.is_file():
-                hint = f"to continue the run in {output_dir}: torchstone train {saved}"
+            saved = Path(run.output_dir or "", "config.json")
+            is_bare = config is None and run.preset is None and not (run.debug or self.config_flags)
+            if is_bare and run.output_dir and saved.is_file():
+                hint = f"to continue the run in {run.output_dir}: torchstone train {saved}"
                 raise UsageError(error.message, hint) from None
             raise
         if print_config:
@@ -293,7 +324,7 @@ class Commands:
         config: Path | None = None,
         /,
         *,
-        preset: str | None = None,
+        run: SharedFlags = NO_RUN_FLAGS,
         processes: PositiveInt | None = None,
         pin: Path | None = None,
         as_json: JsonFlag = False,
@@ -302,12 +333,11 @@ class Commands:
 
         Args:
             config: JSON, YAML or TOML file, or the folder of a run.
-            preset: demo, demo-chat, debug or production.
             processes: First check that the parallel sizes fit this many processes and the model.
             pin: Also download the model from the hub, and write the config with all commits to this file.
             as_json: Print the result as JSON.
         """
-        resolved = self._resolve(config, preset, purpose="data" if processes is None else "train")
+        resolved = self._resolve(config, run, purpose="data" if processes is None else "train")
         from torchstone import api
 
         resolved = api.download_with_config(resolved)
@@ -324,7 +354,7 @@ class Commands:
         config: Path | None = None,
         /,
         *,
-        preset: str | None = None,
+        run: SharedFlags = NO_RUN_FLAGS,
         rows: NonNegativeInt = 5,
         tokens: PositiveInt = 400,
         html: Path | None = None,
@@ -334,13 +364,12 @@ class Commands:
 
         Args:
             config: JSON, YAML or TOML file; --data.path FILE and --model.tokenizer FOLDER are enough.
-            preset: demo, demo-chat, debug or production.
             rows: Rows to show per source.
             tokens: Tokens to show per row, from its start and its end.
             html: Also write an HTML page to this file.
             as_json: Print unrounded JSON only.
         """
-        resolved = self._resolve(config, preset, purpose="data")
+        resolved = self._resolve(config, run, purpose="data")
         from torchstone import api
         from torchstone.data.inspect import html_page, print_report
 
@@ -360,7 +389,7 @@ class Commands:
         config: Path | None = None,
         /,
         *,
-        preset: str | None = None,
+        run: SharedFlags = NO_RUN_FLAGS,
         world: Annotated[PositiveInt | None, Parameter(name=("--world", "--nproc"))] = None,
         gpu: str | None = None,
         search: Switch = False,
@@ -372,13 +401,12 @@ class Commands:
 
         Args:
             config: JSON, YAML or TOML file, or the folder of a run.
-            preset: demo, demo-chat, debug or production.
             world: Processes; by default one for each GPU of this machine.
             gpu: Plan for other GPUs, such as h100-80gb, or for their memory, such as 40GiB.
             search: Also rank the layouts that fit by predicted tokens a second.
             as_json: Print unrounded JSON only.
         """
-        resolved = self._resolve(config, preset, purpose="plan")
+        resolved = self._resolve(config, run, purpose="plan")
         from torchstone import api
         from torchstone.batchsize.plan import not_fitting
         from torchstone.batchsize.plan_report import report_lines
@@ -546,7 +574,7 @@ class Commands:
         config: Path | None = None,
         /,
         *,
-        preset: str | None = None,
+        run: SharedFlags = NO_RUN_FLAGS,
         options: LaunchFlags = NO_LAUNCH_OPTIONS,
         full: Switch = False,
         only: str = "",
@@ -560,7 +588,6 @@ class Commands:
 
         Args:
             config: JSON, YAML or TOML file, or the folder of a run.
-            preset: demo, demo-chat, debug or production; the file and the flags override it.
             full: Check whole steps of the run, on whole rows, without limits of time.
             only: Checks to run, separated by commas.
             list_checks: List the checks with what must hold, and stop.
@@ -576,7 +603,7 @@ class Commands:
 
             # Before other processes are started.
             select_checks(CHECKS, names)
-        resolved = self._resolve(config, preset)
+        resolved = self._resolve(config, run)
         plan = plan_launch(options, resolved.system, os.environ)
         if config is not None and (config / "checkpoints").is_dir() and not (as_json or _is_worker()):
             _print_line(f"checking what {config} starts from; for its checkpoints: --model.path {config}")
@@ -783,25 +810,10 @@ class Commands:
         result = api.generate_with_config(config, prompt or "", max_tokens, sampling, _write_text)
         _end_text(result, max_tokens)
 
-    def _resolve(
-        self,
-        config: Path | None,
-        preset: str | None = None,
-        output_dir: str | None = None,
-        max_steps: str | None = None,
-        purpose: Purpose = "train",
-        flags: Mapping[str, Any] = NO_FLAGS,
-    ) -> Config:
-        """`flags`: values of own flags, by config key; None for a flag that is not given."""
-        overrides: list[tuple[str, Any]] = list(self.config_flags)
-        overrides += [("output_dir", output_dir)] if output_dir is not None else []
-        overrides += [("max_steps", max_steps)] if max_steps is not None else []
+    def _resolve(self, config: Path | None, run: RunFlags = NO_RUN_FLAGS, purpose: Purpose = "train") -> Config:
         given = [key.replace("-", "_") for key, _ in self.config_flags]
-        for key, value in flags.items():
-            if value is not None and key in given:
-                raise UsageError(f"{FLAGS_OF_KEYS[key]} and --{key} are the same setting", "give one of them")
-            overrides += [(key, value)] if value is not None else []
-        return self.resolver(read_config_layers(config, preset, overrides), purpose)
+        overrides = [*self.config_flags, *run.overrides(given)]
+        return self.resolver(read_config_layers(config, run.preset_name, overrides), purpose)
 
     def _launch(self, config: Config, plan: LaunchPlan) -> None:
         """Runs this command in several processes, after one process has checked the layout and tokenized the data.
@@ -950,6 +962,8 @@ def _usage_error(message: str, args: list[str], given_keys: list[str]) -> UsageE
         return UsageError(message, "--prompt TEXT asks one question")
     if suggestion and suggestion.rstrip("?.") not in args:
         return UsageError(message, f"did you mean {suggestion}")
+    if args[0:1] == ["launch"] and "Unknown command" in message:
+        return UsageError(message, "write torchstone launch slurm CONFIG or torchstone launch kubernetes CONFIG")
     num_words = 0 if not args or "Unknown command" in message else 2 if args[0] in COMMAND_GROUPS else 1
     words = [arg for arg in args[:num_words] if not arg.startswith("-")]
     return UsageError(message, f"see: {' '.join(['torchstone', *words, '--help'])}")

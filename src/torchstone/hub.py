@@ -353,10 +353,12 @@ def _explain(name: HubName, error: Exception) -> Exception:
             f"{prefix}it is not completely in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",
             "unset HF_HUB_OFFLINE to download it",
         )
+    folders = _local_folders(name)
+    check = f"check the name{folders}; for a model on the hub, " if folders else ""
     return UsageError(
         f"{prefix}it cannot be downloaded from {constants.ENDPOINT}: {_reason(error.__cause__ or error)}",
-        "check the network and HF_ENDPOINT, and run the same command again: files that are complete are kept in "
-        f"{constants.HF_HUB_CACHE}; HF_HUB_OFFLINE=1 uses only those",
+        f"{check}check the network and HF_ENDPOINT, and run the same command again: files that are complete are kept "
+        f"in {constants.HF_HUB_CACHE}; HF_HUB_OFFLINE=1 uses only those",
     )
 
 

@@ -204,7 +204,10 @@ class Discovery:
         used = self.cached.entry(1)
         needs = "is out of memory" if used is None or used.used is None else f"needs {size_text(used.used)}"
         is_limited = budget.limit == budget.memory
-        limit, hint = " (auto_batch.memory_limit)" if is_limited else "", describe_fit(run, (1, self.probe.row_tokens))
+        limit, hint = (
+            " (auto_batch.memory_limit)" if is_limited else "",
+            describe_fit(run, (1, self.probe.row_tokens), is_measured=used is not None and used.used is not None),
+        )
         return DoesNotFitError(
             f"not even one row fits: a step with micro-batches of {self.probe.row_tokens} tokens {needs}, and may take "
             f"{self.auto.margin:.0%} of the {size_text(budget.memory)} of {run.device}{limit}",

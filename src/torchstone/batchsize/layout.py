@@ -41,9 +41,13 @@ class Job:
     # The rows of a micro-batch may not exceed the rows of a step.
     step_rows: int
     shares_rows: bool
-    # What a rank may use of the memory, as a share and in bytes.
+    # Of a rank, at most auto_batch.memory_limit, and the share of it to use.
+    memory: int
     usable_share: float
-    usable: int
+
+    @property
+    def usable(self) -> int:
+        return int(self.usable_share * self.memory)
 
     @property
     def itemsize(self) -> int:

@@ -99,7 +99,12 @@ def search_layouts(
 
 def _rank(each: RankedLayout) -> tuple[float, int]:
     """Of equally fast ones, that with the least memory comes first."""
-    return -float(f"{each.time.tokens_per_second:.3g}"), each.memory.total
+    return -_rounded_speed(each), each.memory.total
+
+
+def _rounded_speed(each: RankedLayout) -> float:
+    """To three digits: predictions are not more exact."""
+    return float(f"{each.time.tokens_per_second:.3g}")
 
 
 def _valid_layouts(job: Job, layout: Layout) -> Iterator[tuple[ParallelConfig, ParallelDims]]:
@@ -151,6 +156,6 @@ def _divisors(number: int) -> list[int]:
 def describe_layouts(search: Search, job: Job) -> list[str]:
     """A line for each, with the flags to type."""
     return [
-        f"{each.time.tokens_per_second:>12,.0f} {each.memory.total / GIB:>7.1f}  {each.layout.flags(job)}"
+        f"{_rounded_speed(each):>12,.0f} {each.memory.total / GIB:>7.1f}  {each.layout.flags(job)}"
         for each in search.best
     ]

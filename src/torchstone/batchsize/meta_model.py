@@ -149,7 +149,8 @@ def _plan_tuning(
         saved = saved_parameters(tuning, model)
         adapter = new_adapter(tuning, model, saved)
     else:
-        tensors = open_adapter(resolve_model_folder(tuning.adapter), names, shapes, linears, ADAPTER_NAME)
+        continued = resolve_model_folder(tuning.adapter, kind="adapter")
+        tensors = open_adapter(continued, names, shapes, linears, ADAPTER_NAME)
         adapter, saved = tensors.adapter, frozenset(tensors.saved)
     frozen = tuple(
         open_adapter(resolve_model_folder(path), names, shapes, linears, name)

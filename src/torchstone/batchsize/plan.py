@@ -127,6 +127,12 @@ def make_plan(config: Config, world: int | None, gpu_name: str | None, has_searc
     rows = length.batch_sizes.micro_batch_rows or max(1, (length.batch_sizes.micro_batch_tokens or 1) // job.row_tokens)
     layout = Layout(dims, replace(config.parallel, dp_shard=dims.dp_shard), rows, choices["model.recompute"].value)
     largest = largest_rows(job, layout)
+    if is_auto and largest == 0 and config.model.recompute == "auto" and layout.recompute != "full":
+        # As a run does.
+        notes.append(f"no micro-batch fits with model.recompute {layout.recompute}: a run then takes full")
+        choices["model.recompute"] = Choice("full", "nothing else fits")
+        layout = replace(layout, recompute="full")
+        largest = largest_rows(job, layout)
     recommended = _recommended_rows(job, layout, largest)
     if is_auto:
         # If nothing fits, the least.
@@ -224,17 +230,16 @@ def _make_job(
     return Job(
         config, model, state, gpu, choices["model.compile"].value, attention, chunk_tokens,
         length.row_tokens, length.step_tokens, length.mean_length, step_rows, length.shares_rows,
-        *_usable_memory(config, gpu, is_auto),
+        *_available_memory(config, gpu, is_auto),
     )  # fmt: skip
 
 
-def _usable_memory(config: Config, gpu: Gpu, is_auto: bool) -> tuple[float, int]:
-    """The share and the bytes of the memory; what the search of a run would use, if it searches."""
-    limit = None if config.auto_batch.memory_limit is None else parse_memory(config.auto_batch.memory_limit)
+def _available_memory(config: Config, gpu: Gpu, is_auto: bool) -> tuple[int, float]:
+    """The memory, and the share of it to use; what the search of a run would use, if it searches."""
     if not is_auto:
-        return USABLE, int(USABLE * gpu.memory)
-    memory = gpu.memory if limit is None else min(gpu.memory, limit)
-    return config.auto_batch.margin, int(config.auto_batch.margin * memory)
+        return gpu.memory, USABLE
+    limit = None if config.auto_batch.memory_limit is None else parse_memory(config.auto_batch.memory_limit)
+    return gpu.memory if limit is None else min(gpu.memory, limit), config.auto_batch.margin
 
 
 def _recommended_rows(job: Job, layout: Layout, largest: int) -> int:

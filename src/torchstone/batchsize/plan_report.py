@@ -68,7 +68,7 @@ def _memory_table(plan: Plan, block: str) -> Iterator[str]:
     yield f"  {'total':<14}{memory.total / size_of_unit:>9.2f}  {block * round(BAR_WIDTH * memory.total / scale)}"
     verdict = "fits" if plan.fits else "does not fit"
     usable, share = size_text(plan.job.usable), plan.job.usable_share
-    yield f"  {verdict}: {usable} can be used on {plan.job.gpu.name} ({share:.0%} of {size_text(limit)})"
+    yield f"  {verdict}: {usable} can be used on {plan.job.gpu.name} ({share:.0%} of {size_text(plan.job.memory)})"
 
 
 def _length(plan: Plan) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _length(plan: Plan) -> Iterator[str]:
     else:
         tokens = "an unknown number of" if length.tokens is None else f"{length.tokens:,}"
         yield f"steps       {length.steps:,}, {tokens} tokens ({length.source})"
-    if plan.time is not None:
+    if plan.time is not None and plan.fits:
         time = plan.time
         hours = "" if plan.hours is None else f", {_duration(plan.hours)} for all steps"
         yield f"speed       {time.tokens_per_second:,.0f} tokens/s, {time.seconds:.3f} s a step{hours} (predicted)"

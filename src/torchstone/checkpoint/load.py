@@ -43,7 +43,7 @@ def find_resume_checkpoint(
             )
         return None
     if resume != "auto":
-        path = Path(resume)
+        path = named_checkpoint_folder(resume)
         if not checkpoints or path.resolve().parent == root.resolve():
             return _named_checkpoint(path, checkpoints, ctx)
         warn(f"{output_dir} has checkpoints of its own: resuming from them, not from {resume}")
@@ -66,6 +66,12 @@ def find_resume_checkpoint(
     return None
 
 
+def named_checkpoint_folder(resume: str) -> Path:
+    """The folder that `checkpoint.resume` names: of a run, its newest checkpoint."""
+    checkpoints = manifest.list_checkpoints(Path(resume) / CHECKPOINTS)
+    return checkpoints[-1][1] if checkpoints else Path(resume)
+
+
 def is_model_folder(folder: Path) -> bool:
     """Whether it is a Hugging Face folder, an adapter or a checkpoint. A run has a config.json of a different kind."""
     is_model = (folder / "config.json").is_file() or is_adapter_folder(folder) or is_osft_folder(folder)
@@ -78,10 +84,12 @@ def resolve_model_folder(
     warn: Callable[[str], None] | None = None,
     weights: bool = True,
     trust_remote_code: bool = False,
+    kind: str = "model",
 ) -> Path:
     """Returns `path` if it is a Hugging Face folder or a checkpoint; for a run, its best or else newest checkpoint.
 
     A model on the hub is downloaded, unless it is in the cache; without `weights`, only its config and tokenizer.
+    Errors call it a folder of that `kind`.
     """
     path = os.path.expanduser(path)
     name = hub.parse_model(path)
@@ -101,7 +109,7 @@ def resolve_model_folder(
         return checkpoint
     if not folder.is_dir():
         raise UsageError(
-            f"{folder} is a file, not a model folder" if folder.exists() else f"model folder {folder} does not exist",
+            f"{kind} folder {folder} {'is a file' if folder.exists() else 'does not exist'}",
             "name a Hugging Face folder, a checkpoint or a run, or a model on the hub as org/name",
         )
     if (folder / "tokenizer.json").is_file() and not any(folder.glob("*.safetensors")):
@@ -258,7 +266,10 @@ def _set_aside(damaged: list[Path], warn: Callable[[str], None], ctx: ParallelCo
 
 def _named_checkpoint(path: Path, checkpoints: list[tuple[int, Path]], ctx: ParallelContext) -> Path:
     if not (path / manifest.MANIFEST).is_file():
-        raise CheckpointError(f"{path} is not a complete checkpoint (no {manifest.MANIFEST})")
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint (no {manifest.MANIFEST})",
+            "checkpoint.resume is auto (resumes the run in output_dir), never, or the path of a checkpoint or a run",
+        )
     manifest.verify_checkpoint(path, ctx)
     step = read_state(path)["step"]
     newer = [folder.name for number, folder in checkpoints if number > step]

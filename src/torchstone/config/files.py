@@ -40,6 +40,8 @@ def read_config_file(path: Path) -> ConfigFile:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         hint = f"for data: --data.path {path}" if path.suffix else None
+        if not path.exists() and not path.suffix:
+            raise UsageError(f"{path} does not exist", "name a config file, or the folder of a run")
         raise UsageError(f"{path}: a config file must end in .json, .yaml or .toml", hint)
     try:
         if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_BYTES):

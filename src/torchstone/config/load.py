@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchstone.config.files import read_config_file, read_yaml
-from torchstone.config.other_names import EXPLANATIONS, OTHER_NAMES, OTHER_VALUES, TRUE_VALUES
+from torchstone.config.other_names import EXPLANATIONS, OTHER_NAMES, OTHER_SETTINGS, OTHER_VALUES, TRUE_VALUES
 from torchstone.config.schema import (
     FINE_TUNING_DEFAULTS,
     LORA_LEARNING_RATE,
@@ -179,7 +179,11 @@ def convert_value(key: str, value: Any) -> Any:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested dictionaries with every key, as in `--print-config` and in a run's config.json."""
-    return dataclasses.asdict(config, dict_factory=_plain_dict)
+    values = dataclasses.asdict(config, dict_factory=_plain_dict)
+    if not config.preset_batch_keys:
+        # Users do not set it; it is there only if reading the dictionary back needs it.
+        del values["preset_batch_keys"]
+    return values
 
 
 def from_dict(values: Mapping[str, Any], purpose: Purpose = "train") -> Config:
@@ -407,7 +411,9 @@ def _build(settings: dict[str, Setting]) -> Config:
         try:
             values[key] = _convert(setting.value, field_types()[key], key)
         except UsageError as error:
-            raise UsageError(_with_origin(error.message, setting), error.hint) from None
+            instead = OTHER_SETTINGS.get((key, str(setting.value).lower()))
+            hint = error.hint if instead is None else f"write {instead}"
+            raise UsageError(_with_origin(error.message, setting), hint) from None
     sections: dict[str, Any] = {}
     for name, annotation in typing.get_type_hints(Config).items():
         if dataclasses.is_dataclass(annotation):

@@ -7,8 +7,20 @@ what it is called here.
 from __future__ import annotations
 
 # Values that are called something else there; `true` depends on the key.
-OTHER_VALUES = {"bf16-mixed": "bf16", "bfloat16": "bf16", "float32": "fp32", "adamw_torch": "adamw"}
+OTHER_VALUES = {
+    "bf16-mixed": "bf16", "bfloat16": "bf16", "float32": "fp32", "adamw_torch": "adamw", "gpu": "cuda",
+}  # fmt: skip
 TRUE_VALUES = {"model.compile": "block", "model.recompute": "full"}
+# Values that are settings of other keys here.
+OTHER_SETTINGS = {
+    ("training.max_tokens_per_gpu", "auto"): "--training.batch_size auto",
+    ("tuning.method", "dora"): "--tuning.method lora --tuning.lora_dora true",
+    ("tuning.method", "qlora"): "--tuning.method lora --tuning.quantize_base nf4",
+    ("checkpoint.resume", "true"): "--checkpoint.resume auto, which is the default",
+}
+ROWS_PER_DEVICE = (
+    "--training.batch_size N is rows per device; for packed conversations --training.max_tokens_per_gpu N is tokens"
+)
 # Our key, and a value where the other name stands for one: `full|none` is full if it is on and none if it is off.
 OTHER_NAMES = {
     "activation_checkpoint.mode": "model.recompute",
@@ -64,7 +76,6 @@ OTHER_NAMES = {
     "load_best_model_at_end": "checkpoint.save_best true|false",
     "load_in_4bit": "tuning.quantize_base nf4|none",
     "load_in_8bit": "tuning.quantize_base int8|none",
-    "local_batch_size": "training.batch_size",
     "log_every": "observe.log_every_steps",
     "log_freq": "observe.log_every_steps",
     "log_interval": "observe.log_every_steps",
@@ -83,7 +94,6 @@ OTHER_NAMES = {
     "max_norm": "optim.max_grad_norm",
     "max_seq_len": "data.context_length",
     "max_seq_length": "data.context_length",
-    "micro_batch_size": "training.batch_size",
     "min_lr": "optim.min_lr_ratio",
     "mixed_precision": "training.precision",
     "model": "model.path",
@@ -109,9 +119,6 @@ OTHER_NAMES = {
     "optimizer_type": "optim.name",
     "out_dir": "output_dir",
     "output": "output_dir",
-    "per_device_batch_size": "training.batch_size",
-    "per_device_eval_batch_size": "training.batch_size",
-    "per_device_train_batch_size": "training.batch_size",
     "pipeline_model_parallel_size": "parallel.pp",
     "pipeline_parallel_degree": "parallel.pp",
     "pipeline_parallel_size": "parallel.pp",
@@ -162,12 +169,17 @@ EXPLANATIONS = {
     "batch_size": "--training.global_batch_size N is samples per step, --training.batch_size N is rows per device",
     "eval_strategy": "--training.validate_every_steps N or --training.validate_every_epochs N",
     "fp16": "fp16 is not in this version; --training.precision bf16 has the same size",
+    "local_batch_size": ROWS_PER_DEVICE,
     "lora": "--tuning.method lora trains adapters; --tuning.lora_rank N and other keys of tuning set them",
     "lr_decay_iters": "the learning rate decays to the end of the run, at --training.max_steps N",
     "metric_for_best_model": "the validation loss decides; of several sets that of the first, as in "
     "--data.validation_path task_b=b.jsonl,task_a=a.jsonl",
+    "micro_batch_size": ROWS_PER_DEVICE,
     "optim": "--optim.name is adamw or muon; --optim.betas, --optim.eps and --optim.weight_decay set AdamW",
     "peft": "--tuning.method lora trains adapters; --tuning.lora_rank N and other keys of tuning set them",
+    "per_device_batch_size": ROWS_PER_DEVICE,
+    "per_device_eval_batch_size": ROWS_PER_DEVICE,
+    "per_device_train_batch_size": ROWS_PER_DEVICE,
     "push_to_hub": "torchstone export writes a Hugging Face folder; `hf upload` uploads it",
     "report_to": "trackers are not in this version; metrics.jsonl in the run's folder has every step",
     "save_strategy": "--checkpoint.every_steps N or --checkpoint.every_epochs N",

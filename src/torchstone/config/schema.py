@@ -272,7 +272,7 @@ class OptimConfig:
     """Optimizer: adamw, or muon for the matrices of the blocks and AdamW for everything else."""
 
     learning_rate: NonNegativeFloat = 3e-4
-    """Peak learning rate of AdamW; by default 2e-5 with model.path."""
+    """Peak learning rate of AdamW; by default 2e-5 with model.path, and 2e-4 with LoRA."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
@@ -444,7 +444,8 @@ class CheckpointConfig:
     """Checkpoints to keep besides the best one and the one resumed from; null keeps all."""
 
     resume: PathText = "auto"
-    """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint."""
+    """auto: newest complete checkpoint of output_dir; never: an error if there is one; or the path of a checkpoint,
+    or of a run, which stands for its newest."""
 
 
 @dataclass(frozen=True)

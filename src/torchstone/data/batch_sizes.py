@@ -118,10 +118,14 @@ def _shared_row_batch_sizes(
 ) -> BatchSizes:
     for key in ("batch_size", "grad_accum_steps"):
         if getattr(training, key) not in (None, "auto"):
+            rows = training.micro_batch_rows
+            instead = "--training.global_batch_size N"
+            if key == "batch_size" and rows is not None:
+                instead = f"--training.max_tokens_per_gpu {rows * context_length} ({rows} x data.context_length)"
             raise UsageError(
                 f"training.{key} does not apply to packed conversations: training.max_tokens_per_gpu limits a "
                 "micro-batch, and the number of micro-batches is computed",
-                "use --training.global_batch_size N, or --data.packing false",
+                f"use {instead}, or --data.packing false",
             )
     tokens = training.max_tokens_per_gpu or context_length
     if tokens < context_length:

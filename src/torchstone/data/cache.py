@@ -68,6 +68,8 @@ MAX_DETECTION_ROWS = 1000
 LINES_PER_FILE = 1 << 40
 BAD_ROWS_FILE = "bad-rows.jsonl"
 SKIP_HINT = "--data.on_bad_row skip leaves such rows out and counts them"
+# For a row without a good one before it.
+FIRST_ROW_HINT = f"if all rows are like this one, data.format or data.columns is wrong; otherwise, {SKIP_HINT}"
 FILES = (
     "ids.bin", "labels.bin", "lengths.bin", "row_lengths.bin", "loss_tokens.bin", "origins.bin", BAD_ROWS_FILE,
 )  # fmt: skip
@@ -352,7 +354,9 @@ class _CacheBuilder:
                     if encoded.bad_rows and self.options.stop_on_bad_row:
                         self._write_journal(files)
                         line, reason, hint, raw = encoded.bad_rows[0]
-                        raise BadRow(chunk.path, line, reason, raw, hint).with_hint(SKIP_HINT)
+                        is_first = not (len(encoded.lengths) or self.counts.sequences)
+                        skip_hint = FIRST_ROW_HINT if is_first else SKIP_HINT
+                        raise BadRow(chunk.path, line, reason, raw, hint).with_hint(skip_hint)
                     self._write_chunk(chunk, encoded, files)
                     self.position = chunk.end
                     progress(int(file_starts[chunk.end.file]) + chunk.bytes_done, f"{self.counts.rows:,} rows")

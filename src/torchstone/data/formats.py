@@ -81,16 +81,30 @@ COMPLETION_NAMES = {"answer", "response", "solution", "completion", "output", "a
 TEXT_NAMES = {"content", "contents", "body", "article", "story", "passage", "raw_content", "code"}
 
 
+PREFERENCE_KEYS = {"chosen", "rejected"}
+
+
 def detect_format(row: Row, columns: Mapping[str, str] = NO_COLUMNS) -> RowFormat:
     """The first format whose keys the row has. If columns are mapped, the format has at least one of them."""
     for row_format, keys in FORMAT_KEYS.items():
         if all(key in row.value for key in keys) and (not columns or columns.keys() & {*keys}):
             return row_format
+    if row.value.keys() >= PREFERENCE_KEYS:
+        raise row.error(
+            "this is preference data (chosen and rejected), which is not supported: there is no DPO",
+            f"to train on the chosen answers only: {_chosen_columns(row.value)}",
+        )
     formats = ", or ".join(dict.fromkeys(" and ".join(keys) for keys in FORMAT_KEYS.values()))
     raise row.error(
         f"unknown row format: its keys are {', '.join(row.value) or 'none'}",
         f"{suggest_columns(row.value)}\n  a row has {formats}; --data.format sets the format",
     )
+
+
+def _chosen_columns(value: dict[str, Any]) -> str:
+    if type(value.get("prompt")) is type(value["chosen"]):
+        return _columns_flag(prompt="prompt", completion="chosen")
+    return _columns_flag(**{"messages" if isinstance(value["chosen"], list) else "text": "chosen"})
 
 
 def suggest_columns(value: dict[str, Any]) -> str:

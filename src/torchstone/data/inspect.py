@@ -19,7 +19,7 @@ import regex
 
 from torchstone.data.cache import TokenCache
 from torchstone.data.encode import RowCounts
-from torchstone.data.formats import IGNORE_INDEX
+from torchstone.data.formats import IGNORE_INDEX, TEXT_FORMATS
 from torchstone.data.tokenize import Tokenizer
 
 MAX_TOKENS_SHOWN = 400
@@ -105,6 +105,8 @@ def _source_report(
     count = min(rows, len(cache))
     indices = [number * (len(cache) - 1) // max(1, count - 1) for number in range(count)]
     lengths: np.ndarray = np.sort(cache.row_lengths).astype(np.int64)
+    # Text is not dropped or cut, unless data.on_long_row says so.
+    is_split = cache.row_format in TEXT_FORMATS and not (cache.counts.dropped_long or cache.counts.truncated_long)
     return {
         "name": cache.source.name,
         "format": cache.row_format,
@@ -115,7 +117,8 @@ def _source_report(
         else None,
         "lengths": _length_statistics(lengths),
         "histogram": _histogram(lengths, context_length),
-        "context_lengths": _context_length_table(lengths, context_length),
+        "context_lengths": [] if is_split else _context_length_table(lengths, context_length),
+        "is_split": is_split,
         "dropped": _dropped(cache, context_length, bad_rows),
         "notes": _notes(cache.counts, context_length),
         "first_bad_rows": bad_rows,
@@ -358,7 +361,7 @@ def _summary(source: dict[str, Any], context_length: int) -> Iterator[str]:
     yield from _table(_count_table(source))
     if source["lengths"]:
         yield f"length of the rows in tokens: {_describe_lengths(source['lengths'])}"
-        yield _describe_longest(source["lengths"], context_length)
+        yield _describe_longest(source, context_length)
     yield from _bars(source["histogram"], context_length)
     yield from _context_length_lines(source["context_lengths"], context_length)
     if source["refused"]:
@@ -402,7 +405,11 @@ def _describe_lengths(lengths: dict[str, float]) -> str:
     )
 
 
-def _describe_longest(lengths: dict[str, float], context_length: int) -> str:
+def _describe_longest(source: dict[str, Any], context_length: int) -> str:
+    lengths = source["lengths"]
+    if source["is_split"]:
+        longest = f"the longest row has {lengths['max']:,} tokens"
+        return f"{longest}: text continues in the next row of data.context_length {context_length:,}, and loses nothing"
     needed = lengths["context_length_needed"]
     now = "which is set" if needed == context_length else f"now {context_length:,}"
     return f"the longest row has {lengths['max']:,} tokens: data.context_length {needed:,} ({now}) holds all"
@@ -480,7 +487,7 @@ def _html_total(report: dict[str, Any]) -> str:
 def _html_source(source: dict[str, Any], context_length: int) -> str:
     lengths = (
         f"<p>Length of the rows in tokens: {_describe_lengths(source['lengths'])}; "
-        f"{_describe_longest(source['lengths'], context_length)}</p>\n"
+        f"{_describe_longest(source, context_length)}</p>\n"
         if source["lengths"]
         else ""
     )

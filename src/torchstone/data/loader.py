@@ -26,7 +26,7 @@ from torchstone.config.schema import (
 )
 from torchstone.data.batch_sizes import BatchSizes, drop_preset_sizes, resolve_batch_sizes
 from torchstone.data.cache import (
-    SKIP_HINT,
+    FIRST_ROW_HINT,
     CacheOptions,
     DataSource,
     TokenCache,
@@ -284,7 +284,7 @@ def open_sources(
             for name, row_format, mapping in zip(names, formats, columns, strict=True)
         ]
     except BadRow as error:
-        raise error.with_hint(SKIP_HINT) from None
+        raise error.with_hint(FIRST_ROW_HINT) from None
 
 
 def tokenize_source(

@@ -39,6 +39,8 @@ TIMEOUT = timedelta(minutes=30)
 # How long to wait for all ranks at the start: their hosts may have data to prepare.
 JOIN_TIMEOUT = timedelta(hours=1)
 POLL_SECONDS = 0.05
+# The sizes of parallel.tp that an error proposes stay within one machine.
+MAX_PROPOSED_TP = 8
 # What gloo's errors contain if another rank is gone or does not answer; other backends have exception types for it.
 CONNECTION_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
@@ -299,6 +301,7 @@ def _read(store: dist.Store, key: str) -> str | None:
 
 
 def _suggest_sizes(sizes: dict[str, int | None], product: int, world_size: int) -> str:
+    processes = f"start {product} processes (--nproc {product})"
     dims = [dim for dim, size in sizes.items() if size is not None and size > 1]
     for dim in reversed(dims):
         others = product // (sizes[dim] or 1)
@@ -306,8 +309,9 @@ def _suggest_sizes(sizes: dict[str, int | None], product: int, world_size: int) 
             available = world_size // others
             choices = [available]
             if sizes["dp_shard"] is None:
-                choices = [size for size in range(1, world_size + 1) if available % size == 0]
-            return f"use --parallel.{dim} {' or '.join(map(str, choices))}, or start {product} processes"
+                largest = min(world_size, MAX_PROPOSED_TP) if dim == "tp" else world_size
+                choices = [size for size in range(1, largest + 1) if available % size == 0]
+            return f"use --parallel.{dim} {' or '.join(map(str, choices))}, or {processes}"
     if sizes["dp_shard"] is not None:
-        return f"leave out parallel.dp_shard, which is derived from the others, or start {product} processes"
-    return f"start a multiple of {product} processes"
+        return f"leave out parallel.dp_shard, which is derived from the others, or {processes}"
+    return f"start a multiple of {product} processes, such as --nproc {product}"

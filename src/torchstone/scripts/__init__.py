@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,14 @@ def extract_script_flags(
     flags, remaining = extract_flags(
         args, lambda name: name in names or name in switches, lambda name: name in switches
     )
+    for arg in remaining:
+        name = arg.partition("=")[0].removeprefix("--").replace("-", "_") if arg.startswith("--") else ""
+        # --no-auto-batch-size is a flag of train.
+        similar = difflib.get_close_matches(name, [] if name.startswith("no_") else [*names, *switches], 1, cutoff=0.8)
+        if similar:
+            raise UsageError(
+                f"unknown option {arg.partition('=')[0]}", f"did you mean --{similar[0].replace('_', '-')}?"
+            )
     for name, value in flags:
         if not value:
             raise UsageError(f"--{name} needs a value", f"write --{name} VALUE or --{name}=VALUE")

@@ -172,6 +172,8 @@ def _launch_args(args: ScriptArgs) -> list[str]:
     """Returns the flags for all GPUs; without GPUs, or with system.device cpu, those for NPROC processes."""
     layers = read_config_layers(args.file, args.preset, extract_config_flags(args.remaining)[0])
     nproc = os.environ.get("NPROC") or None
+    if nproc is not None and not nproc.isdecimal():
+        raise UsageError(f"NPROC must be a number of processes, not {nproc!r}")
     devices = gpus.visible_gpus() if layers.values().get("system.device") != "cpu" else []
     if not devices:
         return ["--nproc", nproc or "1"]

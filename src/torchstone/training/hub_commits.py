@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchstone import hub
-from torchstone.checkpoint.load import CHECKPOINTS, read_state
+from torchstone.checkpoint.load import CHECKPOINTS, named_checkpoint_folder, read_state
 from torchstone.checkpoint.manifest import list_checkpoints
 from torchstone.config.schema import Config
 from torchstone.data.sources import SUFFIXES
@@ -78,7 +78,7 @@ def _saved_names(config: Config) -> list[HubName] | None:
     resume = config.checkpoint.resume
     folders = [folder for _, folder in reversed(list_checkpoints(Path(config.output_dir) / CHECKPOINTS))]
     if not folders and resume not in ("auto", "never"):
-        folders = [Path(resume)]
+        folders = [named_checkpoint_folder(resume)]
     for folder in folders:
         try:
             names = read_state(folder).get("hub", [])

@@ -90,18 +90,19 @@ class Change:
     sizes: StepSizes
 
 
-def rank_changes(sizes: StepSizes, changes: Iterable[Change], memory: int | None) -> str:
+def rank_changes(sizes: StepSizes, changes: Iterable[Change], memory: int | None, is_measured: bool = False) -> str:
     """The changes that save most by the estimate, each alone, and what they save; also whether a step then fits into
-    `memory` bytes, if that is known."""
+    `memory` bytes, if that is known. `is_measured`: the error has what a step needs, so the estimate is left out."""
     needed, texts = estimate_step_bytes(sizes), list[str]()
     saved = [(needed - estimate_step_bytes(change.sizes), change.text) for change in changes]
     for size, text in sorted(saved, key=lambda each: -each[0])[:MAX_CHANGES]:
         if size > 0:
             fits = memory is not None and needed - size <= USABLE * memory
             texts.append(f"{len(texts) + 1}. {text} ({size_text(size)} less{', which fits' if fits else ''})")
+    needs = "" if is_measured else f"a step needs about {size_text(needed)}; "
     if not texts:
-        return f"use a smaller model: a step needs about {size_text(needed)}"
-    return f"a step needs about {size_text(needed)}; these changes save most: {', '.join(texts)}"
+        return f"{needs}use a smaller model"
+    return f"{needs}these changes save most: {', '.join(texts)}"
 
 
 def possible_changes(
@@ -183,10 +184,12 @@ def size_text(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
-def describe_fit(run: Run, shape: Sequence[int] | None = None) -> str:
+def describe_fit(run: Run, shape: Sequence[int] | None = None, is_measured: bool = False) -> str:
     """What to change when a run is out of memory: what fits or saves most, by an estimate, or elsewhere what may help.
 
-    `shape`: rows and tokens of the micro-batch that did not fit, if it is known. Only on a GPU the memory is known."""
+    `shape`: rows and tokens of the micro-batch that did not fit, if it is known. Only on a GPU the memory is known.
+    `is_measured`: as in `rank_changes`.
+    """
     model, device, data, dp = run.model, run.device, run.data, run.ctx.dims.dp
     batch, training, context_length = data.batch_sizes, run.config.training, run.config.data.context_length
     if batch.micro_batch_tokens is not None:
@@ -212,7 +215,7 @@ def describe_fit(run: Run, shape: Sequence[int] | None = None) -> str:
         sizes = replace(sizes, rows=1, row_tokens=1)
         changes = possible_changes(run, sizes, flags, memory)
         return rank_changes(sizes, [each for each in changes if each.sizes.state_bytes < sizes.state_bytes], memory)
-    ranking = rank_changes(sizes, possible_changes(run, sizes, flags, memory), memory)
+    ranking = rank_changes(sizes, possible_changes(run, sizes, flags, memory), memory, is_measured)
     if memory is None:
         return ranking
     return f"{hint_to_fit(sizes, memory, flags, SMALLER_PRECISION.get(training.precision))}; {ranking}"

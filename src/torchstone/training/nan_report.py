@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from torchstone.training.step_rows import Row, describe_rows, indices_of_step, r
 MAX_VALUES, MAX_TENSORS, MAX_NAMES = 5, 5, 5
 # Elements that are counted at once: the flags of a whole gradient may not fit.
 CHUNK = 1 << 24
+# No weight of a model that works is larger.
+ABSURD_WEIGHT = 1e4
+BLOWN_UP = "the last updates blew up the weights: lower --optim.learning_rate"
 WIDE, NARROW = "=" * 80, "=" * 40
 
 
@@ -42,6 +46,14 @@ class BadTensor:
     inf: int
     values: list[str]
     ranks: tuple[int, ...]
+
+
+class LargestWeight(NamedTuple):
+    size: float
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.size:.3g} ({self.name})"
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,12 @@ class NanReport:
     replay_error: str | None
     rows: list[Row]
     is_compiled: bool
+    largest_weight: LargestWeight
+
+    @property
+    def has_blown_up(self) -> bool:
+        """Whether updates have made the weights so large that rows and precision do not matter."""
+        return self.step > 1 and ABSURD_WEIGHT < self.largest_weight.size < math.inf
 
     @property
     def kind(self) -> str:
@@ -85,11 +103,12 @@ class NanReport:
 
 def report_nan(run: Run, step: int, batch: StepBatch, result: StepResult, rng_states: list[Tensor]) -> str:
     """Repeats the step, whose weights are still those before it, prints the banner, writes the files, and returns a
-    summary. Raises NumericalError if this rank cannot repeat it while others may wait for it."""
+    summary. Raises NumericalError if this rank cannot repeat it while others may wait for it; with debug.on_nan stop
+    also if the weights have blown up, as other rows or another precision would not help."""
     report_phase(f"looking for the cause of the NaN in step {step}")
     runner = run.runner
     names, tensors = non_finite_gradients(runner, result), bad_gradients(runner)
-    gradients, origin, error = copy_gradients(run, names), None, None
+    gradients, origin, error, largest = copy_gradients(run, names), None, None, largest_weight(runner)
     run.console.info(f"{describe_numbers(step, result)}: repeating the step to find the first bad module")
     try:
         origin = find_origin(runner, batch, rng_states)
@@ -101,7 +120,7 @@ def report_nan(run: Run, step: int, batch: StepBatch, result: StepResult, rng_st
         tensors, gradients = bad_gradients(runner), copy_gradients(run, names)
     rows = _rows_of_origin(run, batch, origin) if can_go_on else rows_of_step(run, batch)
     is_compiled = run.model.choices["model.compile"].value != "none"
-    report = NanReport(step, result, names, tensors, origin, error, rows, is_compiled)
+    report = NanReport(step, result, names, tensors, origin, error, rows, is_compiled, largest)
     for line in [*banner(report, run.console.process), f"Rows: {describe_rows(rows)}", ""]:
         run.console.info(line)
     header = {
@@ -116,9 +135,28 @@ def report_nan(run: Run, step: int, batch: StepBatch, result: StepResult, rng_st
     for line in lines:
         run.console.info(line)
     summary = f"first bad module: {report.first_bad_module}{describe_gradients(runner, result, names)}; {lines[-1]}"
+    if report.has_blown_up and run.config.debug.on_nan == "stop":
+        message = f"{describe_numbers(step, result)}; {summary}; its update was not applied"
+        raise NumericalError(message, f"the largest weight is {largest}: {BLOWN_UP}")
     if not can_go_on:
         raise NumericalError(f"{describe_numbers(step, result)}; {summary}", WHAT_TO_TRY)
     return summary
+
+
+def largest_weight(runner: Runner) -> LargestWeight:
+    """By magnitude, of all ranks; 0 if there is none. All ranks must call it."""
+    model, own = runner.model, [LargestWeight(0.0, "")]
+    for name, parameter in model.named_parameters():
+        for shard in local_shards(model.decoder_config, name, parameter.detach()):
+            if shard.tensor.numel() and shard.tensor.is_floating_point():
+                size = torch.stack(shard.tensor.aminmax()).abs().max().item()
+                own.append(LargestWeight(size, hf_name(model, shard.name)))
+    # NaN, which no comparison orders, counts as the largest.
+    return max(runner.ctx.all_gather_object(max(own, key=_order)), key=_order)
+
+
+def _order(weight: LargestWeight) -> float:
+    return math.inf if math.isnan(weight.size) else weight.size
 
 
 def describe_gradients(runner: Runner, result: StepResult, names: list[str] | None = None) -> str:
@@ -173,7 +211,8 @@ def banner(report: NanReport, process: str) -> list[str]:
         ranks = sorted({rank for tensor in report.tensors for rank in tensor.ranks})
         lines += [f"Affected ranks: {ranks}"] if ranks else []
         lines += [NARROW]
-    return [*lines, "", f"First bad module: {report.first_bad_module}"]
+    lines += ["", f"First bad module: {report.first_bad_module}", f"Largest weight: {report.largest_weight}"]
+    return [*lines, BLOWN_UP.capitalize()] if report.has_blown_up else lines
 
 
 def _rows_of_origin(run: Run, batch: StepBatch, origin: Origin | None) -> list[Row]:

@@ -138,7 +138,7 @@ def build_run(
     _warn_about_padding(model, tokenizer, console)
     for warning in [
         *slow_choices(requested, execution, device, isinstance(model, NativeModel)),
-        *_length_warnings(config, schedule, data),
+        *_data_warnings(config, schedule, data),
     ]:
         console.warn(warning)
     info = _checkpoint_info(config, runner, data, model_folder) | {
@@ -462,9 +462,13 @@ def _warn_about_batch_size(state: dict[str, Any], data: RunData, console: Consol
         )
 
 
-def _length_warnings(config: Config, schedule: TrainingSchedule, data: RunData) -> list[str]:
-    """About runs and epochs that are shorter than they should be."""
+def _data_warnings(config: Config, schedule: TrainingSchedule, data: RunData) -> list[str]:
+    """About runs and epochs that are shorter than they should be, and about validation on what is trained on."""
     warnings = list(schedule_warnings(schedule.total_steps, config.optim))
+    trained = {os.path.realpath(path) for path in config.data.path or ()}
+    shared = [path for path in config.data.validation_paths if os.path.realpath(path) in trained]
+    if shared:
+        warnings.append(f"{', '.join(shared)} is both data.path and data.validation_path: its rows are trained on")
     size, samples = data.batch_sizes.global_batch_size, len(data.train)
     if size > samples:
         warnings.append(

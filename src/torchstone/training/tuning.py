@@ -82,7 +82,7 @@ def _plan_lora(
     model, tensors = read_base_model_info(base, execution), None
     continued = checkpoint
     if checkpoint is None and tuning.adapter is not None:
-        continued = resolve_model_folder(tuning.adapter)
+        continued = resolve_model_folder(tuning.adapter, kind="adapter")
     if continued is None:
         saved = saved_parameters(tuning, model)
         adapter = new_adapter(tuning, model, saved)
