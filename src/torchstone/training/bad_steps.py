@@ -50,6 +50,7 @@ LOOK_AT_ROWS = (
     "look at these rows with torchstone inspect-data; if they are fine, try a lower --optim.learning_rate; "
     "--debug.on_spike skip leaves such batches out"
 )
+SKIP_THEM = "--debug.on_nan skip leaves such batches out"
 MAX_NAMES = 3
 # Full reports of a process; each repeats a step.
 MAX_REPORTS = 3
@@ -187,13 +188,12 @@ def judge_step(run: Run, computed: ComputedStep) -> bool:
         return True
     progress.bad_in_a_row += 1
     policy = debug.on_spike if is_spike else debug.on_nan
-    text = _describe_spike(run, computed) if is_spike else _describe_nan(run, computed)
+    text, advice = (_describe_spike(run, computed), LOOK_AT_ROWS) if is_spike else _describe_nan(run, computed)
     clear_gradients(run.runner)
     if not is_spike:
         _check_loaded_weights(run, computed.step, text)
     if policy == "stop":
-        what_to_try = LOOK_AT_ROWS if is_spike else f"{WHAT_TO_TRY}; --debug.on_nan skip leaves such batches out"
-        raise NumericalError(f"{text}; its update was not applied", what_to_try)
+        raise NumericalError(f"{text}; its update was not applied", advice)
     if progress.bad_in_a_row > debug.max_bad_steps:
         raise NumericalError(
             f"{text}; more than {debug.max_bad_steps} bad batches in a row (debug.max_bad_steps)", WHAT_TO_TRY
@@ -236,11 +236,12 @@ def _describe_spike(run: Run, computed: ComputedStep) -> str:
     )
 
 
-def _describe_nan(run: Run, computed: ComputedStep) -> str:
-    """Reports the step, unless there were enough reports."""
-    text = describe_numbers(computed.step, computed.result)
+def _describe_nan(run: Run, computed: ComputedStep) -> tuple[str, str]:
+    """Reports the step, unless there were enough reports; returns what was found, and what to do."""
+    text, advice = describe_numbers(computed.step, computed.result), f"{WHAT_TO_TRY}; {SKIP_THEM}"
     if run.nan_reports >= MAX_REPORTS:
         gradients = describe_gradients(run.runner, computed.result)
-        return f"{text}{gradients}; not repeated to find the cause, as {MAX_REPORTS} steps were"
+        return f"{text}{gradients}; not repeated to find the cause, as {MAX_REPORTS} steps were", advice
     run.nan_reports += 1
-    return f"{text}; {report_nan(run, computed.step, computed.batch, computed.result, computed.rng_states)}"
+    summary, known = report_nan(run, computed.step, computed.batch, computed.result, computed.rng_states)
+    return f"{text}; {summary}", known or advice

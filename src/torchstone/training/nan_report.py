@@ -101,10 +101,12 @@ class NanReport:
         return f"not known: {repeated}"
 
 
-def report_nan(run: Run, step: int, batch: StepBatch, result: StepResult, rng_states: list[Tensor]) -> str:
+def report_nan(
+    run: Run, step: int, batch: StepBatch, result: StepResult, rng_states: list[Tensor]
+) -> tuple[str, str | None]:
     """Repeats the step, whose weights are still those before it, prints the banner, writes the files, and returns a
-    summary. Raises NumericalError if this rank cannot repeat it while others may wait for it; with debug.on_nan stop
-    also if the weights have blown up, as other rows or another precision would not help."""
+    summary, and what to do if the weights tell. Raises NumericalError if this rank cannot repeat it while others may
+    wait for it."""
     report_phase(f"looking for the cause of the NaN in step {step}")
     runner = run.runner
     names, tensors = non_finite_gradients(runner, result), bad_gradients(runner)
@@ -135,12 +137,10 @@ def report_nan(run: Run, step: int, batch: StepBatch, result: StepResult, rng_st
     for line in lines:
         run.console.info(line)
     summary = f"first bad module: {report.first_bad_module}{describe_gradients(runner, result, names)}; {lines[-1]}"
-    if report.has_blown_up and run.config.debug.on_nan == "stop":
-        message = f"{describe_numbers(step, result)}; {summary}; its update was not applied"
-        raise NumericalError(message, f"the largest weight is {largest}: {BLOWN_UP}")
     if not can_go_on:
         raise NumericalError(f"{describe_numbers(step, result)}; {summary}", WHAT_TO_TRY)
-    return summary
+    # Other rows or another precision would not help.
+    return summary, f"the largest weight is {largest}: {BLOWN_UP}" if report.has_blown_up else None
 
 
 def largest_weight(runner: Runner) -> LargestWeight:
