@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +31,16 @@ def start_lines(torchstone: Command, values: dict[str, Any], *args: str) -> str:
     code, _, err = torchstone("train", *args, *flags(values | {"observe.console": "lines"}))
     assert code == 0, err
     return err
+
+
+@pytest.mark.parametrize("value", [None, "7"])
+def test_threads_that_wait_do_not_spin_for_long(value: str | None) -> None:
+    """It must be set before libgomp is loaded, by the import of torch, and a user's own value counts."""
+    code = "import os, sys, torchstone; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
+    environment = {key: each for key, each in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    environment |= {} if value is None else {"GOMP_SPINCOUNT": value}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == (value or "10000")
 
 
 class TestStartLine:

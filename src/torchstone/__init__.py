@@ -6,8 +6,13 @@ is instant.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any
+
+# Threads of torch wait for each other by spinning, which takes the time of other processes on the same cores, and of
+# each other. This shortens it; libgomp reads it when torch is imported. docs/performance.md has figures.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __version__ = "0.2.0.dev0"
 _API_NAMES = [
