@@ -192,6 +192,16 @@ def rope_scaling_forgotten() -> Any:
     return patch.object(families.Family, "decoder_config", without_scaling)
 
 
+def sliding_windows_ignored() -> Any:
+    original = families.Family.decoder_config
+
+    def without_windows(self: families.Family, *args: Any) -> Any:
+        config = original(self, *args)
+        return replace(config, layers=tuple(replace(layer, window=None) for layer in config.layers))
+
+    return patch.object(families.Family, "decoder_config", without_windows)
+
+
 def same_data_on_all_ranks() -> Any:
     """Every rank takes the rows of rank 0."""
     original = RunData.step_batch

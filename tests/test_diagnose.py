@@ -370,6 +370,18 @@ class TestHealthyRuns:
         assert {check["status"] for check in report["checks"]} <= {"pass", "skip"}
         assert report["checks"][-1]["status"] == "pass"
 
+    def test_dynamic_rope(self, runs: Settings, tmp_path: Path, tokenizer: Tokenizer) -> None:
+        """Transformers keeps the frequencies of the longest document so far."""
+        folder = make_model(tmp_path / "model", "llama", "dynamic", vocab_size=448)
+        tokenizer.save(folder)
+        changes = {"model.path": str(folder), "data.packing": False, "data.context_length": 48}
+        assert_healthy(diagnose(runs("chat", **changes), only=("transformers",)))
+
+    def test_documents_of_packed_text_that_begin_alike_can_be_learned(self, runs: Settings, tmp_path: Path) -> None:
+        rows = [{"text": f"{word}{number}"} for number in range(40) for word in ("a", "b", "c")]
+        changes = {"data.path": str(write_rows(tmp_path / "rows.jsonl", rows)), "data.context_length": 64}
+        assert diagnose(runs("text", **changes), only=("one_sample",))["verdict"] == "pass"
+
     def test_samples_without_labels(self, runs: Settings, tmp_path: Path) -> None:
         rows = [
             {"input_ids": [5, 6, 7, 8] * 3, "labels": [-100] * 12 if n % 3 else [5, 6, 7, 8] * 3} for n in range(60)
@@ -413,6 +425,16 @@ class TestHealthyRuns:
     def test_every_kind_of_layout(self, runs: Settings, layout: dict[str, Any]) -> None:
         reports = launch_procs(diagnose, 2, runs("text", **layout), backend=None, timeout=400.0)
         assert_healthy(reports[0], "mixed_precision", "adapters")
+
+
+def test_windows_are_seen_by_a_document_that_is_longer(runs: Settings, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Longer than all documents of the data."""
+    folder = make_model(tmp_path / "model", "mistral", "window", vocab_size=448, sliding_window=60)
+    tokenizer.save(folder)
+    overrides = runs("chat", **{"model.path": str(folder), "data.context_length": 48})
+    assert diagnose(overrides, only=("transformers",))["verdict"] == "pass"
+    found = causes(diagnose(overrides, planted_bugs.sliding_windows_ignored, only=("transformers",)))
+    assert "sliding windows are not applied" in found["transformers"]
 
 
 class TestTheCommand:

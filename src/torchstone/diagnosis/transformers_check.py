@@ -36,7 +36,7 @@ LOGITS_LIMIT = 1e-4
 # Of the gradient's norm.
 GRADIENT_LIMIT = 1e-3
 MAX_DOCUMENTS, MAX_TOKENS = 3, 512
-# One document is made longer than the smallest sliding window, unless it would have more tokens than so many steps.
+# One document is made longer than the sliding window, unless it would have more tokens than so many steps.
 WINDOW_STEPS, BEYOND_WINDOW = 30, 16
 # A layer's output is another one from here on, relative to its norm.
 LAYER_LIMIT = 1e-3
@@ -77,7 +77,7 @@ class Comparison:
         # Transformers' dynamic RoPE keeps the frequencies of the longest document so far.
         self.documents = sorted(documents[:MAX_DOCUMENTS], key=len)
         self.longest = self.documents[-1]
-        self.missed_window = self._reach_window()
+        self.missed_window = self._reach_window(getattr(hf_config.get_text_config(), "sliding_window", None))
         self.vocabulary = vocabulary
         self.ours = self._logits(lambda ids: compute_logits(self.model.module, ids, diagnosis.device))
 
@@ -109,9 +109,8 @@ class Comparison:
             values,
         )  # fmt: skip
 
-    def _reach_window(self) -> int | None:
-        """Makes one document longer than the smallest window, which is returned if that would take too long."""
-        window = self.model.decoder_config and self.model.decoder_config.min_window
+    def _reach_window(self, window: int | None) -> int | None:
+        """Makes one document longer than the sliding window, which is returned if that would take too long."""
         if not window or len(self.documents[-1]) > window:
             return None
         if window + BEYOND_WINDOW > max(MAX_TOKENS, WINDOW_STEPS * step_tokens(self.diagnosis.run)):
