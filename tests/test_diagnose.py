@@ -427,9 +427,12 @@ class TestHealthyRuns:
         assert_healthy(reports[0], "mixed_precision", "adapters")
 
 
-def test_windows_are_seen_by_a_document_that_is_longer(runs: Settings, tmp_path: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("window", [60, 600])
+def test_windows_are_seen_by_a_document_that_is_longer(
+    runs: Settings, tmp_path: Path, tokenizer: Tokenizer, window: int
+) -> None:
     """Longer than all documents of the data."""
-    folder = make_model(tmp_path / "model", "mistral", "window", vocab_size=448, sliding_window=60)
+    folder = make_model(tmp_path / "model", "mistral", "window", vocab_size=448, sliding_window=window)
     tokenizer.save(folder)
     overrides = runs("chat", **{"model.path": str(folder), "data.context_length": 48})
     assert diagnose(overrides, only=("transformers",))["verdict"] == "pass"

@@ -38,6 +38,8 @@ GRADIENT_LIMIT = 1e-3
 MAX_DOCUMENTS, MAX_TOKENS = 3, 512
 # One document is made longer than the sliding window, unless it would have more tokens than so many steps.
 WINDOW_STEPS, BEYOND_WINDOW = 30, 16
+# Longer than any document.
+NO_WINDOW = 1 << 30
 # A layer's output is another one from here on, relative to its norm.
 LAYER_LIMIT = 1e-3
 # (config.json) -> the same without what a loader may forget, or None if there is nothing of it.
@@ -242,7 +244,7 @@ def _without_windows(config: Any) -> Any:
     text = config.get_text_config()
     if getattr(text, "sliding_window", None) is None:
         return None
-    text.sliding_window = MAX_TOKENS
+    text.sliding_window = NO_WINDOW
     return config
 
 
