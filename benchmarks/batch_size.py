@@ -26,7 +26,7 @@ import torch
 from torch._dynamo.callback import on_compile_end, on_compile_start
 from train import write_tokenizer, write_tokens
 
-from torchstone.batchsize.auto import Discovery
+from torchstone.batchsize.discovery import Discovery
 from torchstone.batchsize.probe import RunProbe
 from torchstone.config.load import load_config
 from torchstone.data.loader import StepBatch

@@ -7,9 +7,10 @@ import json
 import math
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -22,8 +23,9 @@ from test_out_of_memory import Memory
 from tiny import flags
 from torchstone import api, discover_batch_size
 from torchstone.batchsize import probe
-from torchstone.batchsize.auto import Discovery, cache_key, choose_micro_batch, is_wanted, remember_out_of_memory
+from torchstone.batchsize.auto import choose_micro_batch, remember_out_of_memory
 from torchstone.batchsize.cache import Entry, read_entries, write_entries
+from torchstone.batchsize.discovery import Discovery, cache_key, is_wanted
 from torchstone.batchsize.probe import RunProbe
 from torchstone.batchsize.search import Measurement, expected_load, fastest_size, find_largest, is_saturated
 from torchstone.config.load import load_config
@@ -345,12 +347,12 @@ class TestRuns:
             model__depth=8, training__global_batch_size=1,
         )  # fmt: skip
         used = {}
-        for recompute in ("none", "full"):
+        for recompute in ("none", "selective", "full"):
             measure = RunProbe(make_run(values | {"model.recompute": recompute}))
             with measure.without_trace():
                 used[recompute] = measure.measure(1)[0] or 0
-        assert used["full"] < 0.9 * used["none"]
-        limit = {"auto_batch.memory_limit": (used["none"] + used["full"]) // 2, "auto_batch.margin": 1}
+        assert used["full"] < 0.9 * used["selective"] < 0.9 * used["none"]
+        limit = {"auto_batch.memory_limit": (used["selective"] + used["full"]) // 2, "auto_batch.margin": 1}
         code, _, err = torchstone("train", *flags(values | limit))
         assert code == 0, err
         assert "not even one row fits: a step with micro-batches of 256 tokens needs" in err
@@ -365,6 +367,39 @@ class TestRuns:
         assert "use a larger --auto_batch.memory_limit; " in err
         # The error has the measured size.
         assert "a step needs about" not in err
+
+    @pytest.mark.parametrize("is_faster", [True, False])
+    def test_more_recomputation_is_measured_where_memory_is_what_limits(
+        self, is_faster: bool, torchstone: Command, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(RunProbe, "measure", partialmethod(measure_two_or_eight_rows, is_faster))
+        # A plan expects the same of a device that is so fast that all micro-steps take as long.
+        values = settings(
+            training__batch_size="auto", training__global_batch_size=16, training__max_steps=2, auto_batch__margin=1,
+            auto_batch__memory_limit=row_memory(settings), observe__peak_tflops=1e6, observe__console="lines",
+        )  # fmt: skip
+        code, _, err = torchstone("train", *flags(values))
+        assert code == 0, err
+        assert "device_batch_size=2: " in err
+        assert "; more than 2 would not fit; " in err
+        assert "larger micro-batches do not fit: model.recompute full may be faster" in err
+        share = 38 / 104 if is_faster else 342 / 104
+        assert f"with model.recompute full a step takes {share:.2f} of the time with none" in err
+        recompute, size = ("full", 8) if is_faster else ("none", 2)
+        assert state_of(values)["chose_recompute"] == is_faster
+        assert (state_of(values)["identity"]["recompute"], state_of(values)["size"]) == (recompute, size)
+        by_hand = {"training.batch_size": size, "model.recompute": recompute, "output_dir": str(tmp_path / "by-hand")}
+        unset = [key for key in values if key.startswith("auto_batch")]
+        api.train(overrides={key: value for key, value in (values | by_hand).items() if key not in unset})
+        assert_same_run(values["output_dir"], tmp_path / "by-hand", 2)
+        # A resumed run measures nothing.
+        code, _, err = torchstone("train", *flags(values | {"training.max_steps": 3}))
+        assert (code, f"Auto-discovery found device_batch_size={size} in " in err, "of the time" in err) == (
+            0,
+            True,
+            False,
+        )
+        assert state_of(values)["identity"]["recompute"] == recompute
 
     def test_rows_that_run_out_of_memory_are_split(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         """If even one row does, and not because of a limit: also after recomputation was tried."""
@@ -383,7 +418,7 @@ class TestRuns:
         result = api.train(overrides=values, callbacks=[Memory(tokens=112)])
         assert result.checkpoint is not None
         state = json.loads((result.checkpoint / "state.json").read_text())
-        assert (state["auto_batch"]["size"], state["auto_batch"]["had_to_recompute"]) == (1, True)
+        assert (state["auto_batch"]["size"], state["auto_batch"]["chose_recompute"]) == (1, True)
         assert state["oom_splits"] >= 1
         assert list(dict.fromkeys(recomputed)) == ["none", "full"]
 
@@ -461,6 +496,28 @@ def discovered(values: dict[str, Any], folder: Path) -> int:
     assert checkpoint is not None
     assert checkpoint.parent.parent == folder
     return int(json.loads((checkpoint / "state.json").read_text())["auto_batch"]["size"])
+
+
+def measure_two_or_eight_rows(probe: RunProbe, is_faster: bool, size: int) -> tuple[int, Measurement]:
+    """Two rows fit without recomputation, eight with it. A micro-step takes 11 ms, and 1 ms for each row, or 20 ms
+    where rows are recomputed: 8 x 13 ms against 2 x 19 ms or 2 x 171 ms."""
+    recomputes = probe.run.model.choices["model.recompute"].value != "none"
+    milliseconds = 11 + size * (1 if is_faster or not recomputes else 20)
+    return size << 20, Measurement(size / (8 if recomputes else 2), milliseconds / 1000)
+
+
+def row_memory(settings: Settings) -> int:
+    """That of two rows by the estimate of the plan, in which more fit if they are recomputed."""
+    plan = api.plan(overrides=settings(training__batch_size=2, training__global_batch_size=16))
+    total: int = plan["memory"]["total"]
+    return total
+
+
+def state_of(values: dict[str, Any]) -> dict[str, Any]:
+    """What the newest checkpoint of a run has of the search."""
+    newest = max(Path(values["output_dir"], "checkpoints").glob("step-*"))
+    state: dict[str, Any] = json.loads((newest / "state.json").read_text())["auto_batch"]
+    return state
 
 
 class TestCache:
@@ -653,6 +710,19 @@ class TestRanks:
         assert sizes[0] == sizes[1]
         alone = launch_procs(choose_on_rank, 2, values, ["6MiB", "6MiB"])
         assert alone[0][1] == sizes[0][1] < 12
+
+    def test_they_recompute_together(self, settings: Settings) -> None:
+        values = settings(
+            training__batch_size="auto", training__global_batch_size=32, training__max_steps=2, auto_batch__margin=1,
+            auto_batch__memory_limit=row_memory(settings), observe__peak_tflops=1e6, parallel__dp_replicate=2,
+        )  # fmt: skip
+        launch_procs(train_with_synthetic_sizes, 2, values)
+        assert (state_of(values)["identity"]["recompute"], state_of(values)["size"]) == ("selective", 8)
+
+
+def train_with_synthetic_sizes(values: dict[str, Any]) -> None:
+    with patch.object(RunProbe, "measure", partialmethod(measure_two_or_eight_rows, True)):
+        api.train(overrides=values)
 
 
 def train_twice(runs: list[dict[str, Any]]) -> None:

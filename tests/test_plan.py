@@ -415,6 +415,24 @@ class TestCommand:
         assert code == 4
         assert "a run then takes full" not in output
 
+    def test_it_recomputes_where_larger_micro_batches_are_faster(self, tmp_path: Path, torchstone: Command) -> None:
+        """With PCIe between GPUs, gathering an 8B model for every row takes longer than recomputing its activations."""
+        sizes = {"width": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "mlp_width": 14336}
+        model = write_model(tmp_path / "llama-8b", vocab_size=128256, tied=False, **sizes)
+        flags = ["--model.path", model, "--data.context_length", "4096", "--training.global_batch_size", "512"]
+        flags += ["--world", "8"]
+        code, output, _ = torchstone("plan", *flags, "--gpu", "l40s", "--json")
+        slow_link, speeds = json.loads(output), dict[str, float]()
+        assert (code, slow_link["resolved"]["model.recompute"]) == (0, "full")
+        for recompute in ("elementwise", "selective", "full"):
+            _, output, _ = torchstone("plan", *flags, "--gpu", "l40s", "--json", "--model.recompute", recompute)
+            speeds[recompute] = json.loads(output)["speed"]["tokens_per_second"]
+        assert slow_link["speed"]["tokens_per_second"] == max(speeds.values()) > 2 * speeds["elementwise"]
+        (note,) = [note for note in slow_link["notes"] if "times as fast" in note]
+        assert f"predicted to be {speeds['full'] / speeds['elementwise']:.1f} times as fast as elementwise" in note
+        _, output, _ = torchstone("plan", *flags, "--gpu", "h100-80gb", "--json")
+        assert json.loads(output)["resolved"]["model.recompute"] == "elementwise"
+
     def test_every_layout_of_a_search_fits_and_can_be_typed(self, big_model: str, torchstone: Command) -> None:
         flags = ["--model.path", big_model, "--data.context_length", "4096", "--training.global_batch_size", "64"]
         code, output, _ = torchstone("plan", *flags, "--world", "64", "--gpu", "h100-80gb", "--search", "--json")

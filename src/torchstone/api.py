@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from torchstone import heartbeat, hub
-from torchstone.batchsize.auto import DoesNotFitError, choose_micro_batch, is_wanted, remember_out_of_memory
+from torchstone.batchsize.auto import choose_micro_batch, remember_out_of_memory
+from torchstone.batchsize.discovery import is_wanted
 from torchstone.batchsize.plan import Plan, make_plan
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
@@ -208,14 +209,15 @@ def _train_once(
         console.info(f"the run in {run.output_dir} is complete: step {step} of {end or 'any number'}; {reason}")
         return TrainResult(step, run.checkpoint, None, None, stopped)
     console.open_log()
-    if _needs_recomputation(run):
-        recomputed = replace(run.config, model=replace(run.config.model, recompute="full"))
+    measured = choose_micro_batch(run)
+    while measured.rebuild_with is not None:
+        changed = replace(run.config, model=replace(run.config.model, recompute=measured.rebuild_with))
         # Both models may not fit together.
         del run
         free_device_memory(device)
-        run = _build_run(recomputed, console, device, ctx, rollbacks.resume)
+        run = _build_run(changed, console, device, ctx, rollbacks.resume)
         rollbacks.apply(run)
-        choose_micro_batch(run, had_to_recompute=True)
+        measured = choose_micro_batch(run, measured)
     if ctx.is_main:
         run_folder.save_config(config, console)
     for line in _describe_run(run):
@@ -236,19 +238,6 @@ def _train_once(
 def _build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext, resume: str | None) -> Run:
     with translate_out_of_memory("loading the model", device, lambda: smaller_state_hint(config)):
         return build_run(config, console, device, ctx, resume)
-
-
-def _needs_recomputation(run: Run) -> bool:
-    """Finds the size of micro-batches, if wanted. Whether none fits, and model.recompute is auto."""
-    is_auto = run.config.model.recompute == "auto" and run.model.choices["model.recompute"].value != "full"
-    try:
-        choose_micro_batch(run, may_recompute=is_auto)
-    except DoesNotFitError as error:
-        if not is_auto:
-            raise
-        run.console.warn(f"{error.message}: trying again with --model.recompute full")
-        return True
-    return False
 
 
 def destroy_process_group() -> None:

@@ -14,6 +14,7 @@ from torchstone.batchsize.meta_model import MetaModel
 from torchstone.batchsize.rank_state import ModelState
 from torchstone.config.schema import Config, ParallelConfig, resolve_stages_per_rank
 from torchstone.models.decoder import HEAD
+from torchstone.models.execution import Recompute
 from torchstone.parallel.build import stage_layer_ranges
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.memory_estimate import StepMemory, StepSizes, estimate_step
@@ -60,7 +61,7 @@ class Layout:
     # The settings of the run, with these sizes.
     parallel: ParallelConfig
     rows: int
-    recompute: str
+    recompute: Recompute
 
     @property
     def stages_per_rank(self) -> int:

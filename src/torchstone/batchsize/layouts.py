@@ -18,7 +18,13 @@ from torchstone.batchsize.layout import Job, Layout, estimate_layout, fits, row_
 from torchstone.batchsize.speed import StepTime, predict_step
 from torchstone.config.schema import ParallelConfig, validate
 from torchstone.errors import UsageError
-from torchstone.models.execution import ExecutionOptions, check_fallback_execution, choose_compile, choose_loss
+from torchstone.models.execution import (
+    ExecutionOptions,
+    Recompute,
+    check_fallback_execution,
+    choose_compile,
+    choose_loss,
+)
 from torchstone.parallel.build import stage_layer_ranges
 from torchstone.parallel.fsdp import COMPUTE_DTYPE
 from torchstone.parallel.memory_estimate import StepMemory
@@ -82,8 +88,7 @@ def search_layouts(
     tried, fitting, best = 0, 0, dict[ParallelDims, RankedLayout]()
     for parallel, dims in _valid_layouts(job, layout):
         own = _job_of(job, execution, dims)
-        recomputes = _recomputes(own) if has_free_recompute else (layout.recompute,)
-        for recompute in recomputes:
+        for recompute in recomputes(own) if has_free_recompute else (layout.recompute,):
             candidate = Layout(dims, parallel, layout.rows, recompute)
             for rows in row_counts(own, candidate) if has_free_rows else (layout.rows,):
                 candidate = replace(candidate, rows=rows)
@@ -143,7 +148,8 @@ def _job_of(job: Job, execution: ExecutionOptions, dims: ParallelDims) -> Job:
     return replace(job, compile=choose_compile(execution, device).value, chunk_tokens=chunk_tokens)
 
 
-def _recomputes(job: Job) -> tuple[str, ...]:
+def recomputes(job: Job) -> tuple[Recompute, ...]:
+    """The settings of model.recompute that may be the fastest, the one that recomputes least first."""
     if job.model.fallback is not None:
         return ("none", "full")
     return ("elementwise" if job.compile != "none" else "none", "selective", "full")

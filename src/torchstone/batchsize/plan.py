@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from torchstone.batchsize.auto import is_wanted
+from torchstone.batchsize.discovery import is_wanted
 from torchstone.batchsize.gpus import Gpu, find_gpu, own_gpu
 from torchstone.batchsize.layout import Job, Layout, estimate_layout, fits, largest_rows, row_counts
-from torchstone.batchsize.layouts import Search, search_layouts
+from torchstone.batchsize.layouts import Search, recomputes, search_layouts
 from torchstone.batchsize.meta_model import MetaModel, build_meta_model, find_model_folder
 from torchstone.batchsize.rank_state import ModelState
 from torchstone.batchsize.run_length import RunLength, plan_length
@@ -26,6 +26,7 @@ from torchstone.errors import TorchstoneError, UsageError
 from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.execution import (
     ExecutionOptions,
+    Recompute,
     choose_attention,
     choose_compile,
     choose_loss,
@@ -43,6 +44,8 @@ from torchstone.training.setup import select_device, tokenizer_path
 
 # Of sizes that fit, the smallest within this share of the fastest is recommended.
 NEARLY_FASTEST = 0.99
+# Another activation checkpointing must be predicted to be so many times as fast, because predictions have errors.
+MIN_GAIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,13 @@ def make_plan(config: Config, world: int | None, gpu_name: str | None, has_searc
     job = _make_job(config, model, gpu, length, choices, chunk_tokens, is_auto)
     rows = length.batch_sizes.micro_batch_rows or max(1, (length.batch_sizes.micro_batch_tokens or 1) // job.row_tokens)
     layout = Layout(dims, replace(config.parallel, dp_shard=dims.dp_shard), rows, choices["model.recompute"].value)
+    if is_auto and config.model.recompute == "auto":
+        layout = replace(layout, recompute=_choose_recompute(job, layout))
+        if layout.recompute != choices["model.recompute"].value:
+            # As a run does.
+            notes.append(_why_recompute(job, layout, choices["model.recompute"].value))
+            choices["model.recompute"] = Choice(layout.recompute, "larger micro-batches fit")
     largest = largest_rows(job, layout)
-    if is_auto and largest == 0 and config.model.recompute == "auto" and layout.recompute != "full":
-        # As a run does.
-        notes.append(f"no micro-batch fits with model.recompute {layout.recompute}: a run then takes full")
-        choices["model.recompute"] = Choice("full", "nothing else fits")
-        layout = replace(layout, recompute="full")
-        largest = largest_rows(job, layout)
     recommended = _recommended_rows(job, layout, largest)
     if is_auto:
         # If nothing fits, the least.
@@ -240,6 +243,37 @@ def _available_memory(config: Config, gpu: Gpu, is_auto: bool) -> tuple[int, flo
         return gpu.memory, USABLE
     limit = None if config.auto_batch.memory_limit is None else parse_memory(config.auto_batch.memory_limit)
     return gpu.memory if limit is None else min(gpu.memory, limit), config.auto_batch.margin
+
+
+def _choose_recompute(job: Job, layout: Layout) -> Recompute:
+    """What `auto` means if micro-batches may have any size: that of `layout`, unless no row fits with it, or another
+    one is predicted to be clearly faster. If nothing fits, what takes least memory."""
+    speeds = {recompute: _best_speed(job, replace(layout, recompute=recompute)) for recompute in recomputes(job)}
+    fitting = {recompute: speed for recompute, speed in speeds.items() if speed is not None}
+    own = fitting.pop(layout.recompute, None)
+    if not fitting:
+        return layout.recompute if own is not None else "full"
+    best = max(fitting, key=lambda each: fitting[each])
+    return best if own is None or fitting[best] > MIN_GAIN * own else layout.recompute
+
+
+def _why_recompute(job: Job, layout: Layout, default: Recompute) -> str:
+    """`default`: what it would be otherwise."""
+    before, after = _best_speed(job, replace(layout, recompute=default)), _best_speed(job, layout)
+    if before is None:
+        return f"no micro-batch fits with model.recompute {default}: a run then takes {layout.recompute}"
+    assert after is not None
+    return (
+        f"larger micro-batches fit with model.recompute {layout.recompute}, which is predicted to be "
+        f"{after / before:.1f} times as fast as {default}: a run measures both"
+    )
+
+
+def _best_speed(job: Job, layout: Layout) -> float | None:
+    """Of the micro-batches that fit, the predicted tokens a second; 0 if the speed is not known, None if none fit."""
+    rows = _recommended_rows(job, layout, largest_rows(job, layout))
+    time = predict_step(job, replace(layout, rows=rows or 1))
+    return None if not rows else 0.0 if time is None else time.tokens_per_second
 
 
 def _recommended_rows(job: Job, layout: Layout, largest: int) -> int:
