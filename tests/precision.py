@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,9 @@ def open_runner(
 ) -> Iterator[Runner]:
     """The model in a layout; a single process has a mesh of one. A `reduce_dtype` of bf16 is a planted fault."""
     config = ParallelConfig(**parallel)
+    policy = replace(mixed_precision_policy(precision), reduce_dtype=reduce_dtype)
     with pytest.MonkeyPatch.context() as patch, init_distributed(config, device, mesh_of_one=True) as ctx:
-        patch.setattr(build, "mixed_precision_policy", partial(mixed_precision_policy, reduce_dtype=reduce_dtype))
+        patch.setattr(build, "mixed_precision_policy", lambda _: policy)
         builder = ShardedModelBuilder(ctx, config, precision, device)
         options = ExecutionOptions(packed=True, tp=ctx.dims.tp, **execution)
         model = load_model(folder, device, COMPUTE_DTYPE[precision], options, builder)

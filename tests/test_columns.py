@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tiny import write_rows
+from tiny import read_rows, write_rows
 from torchstone import api
 from torchstone.config.load import from_dict, load_config, to_dict
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.formats import suggest_columns
-from torchstone.data.sources import BadRow, read_rows
+from torchstone.data.sources import BadRow
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console

@@ -24,10 +24,17 @@ METRICS = {"step": 3, "loss": 12.234, "lr": 1e-5, "grad_norm": 2.75649, "tok_s":
 LINE = "Step [3/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30 | Tok/s: 17,024 | Memory: 1.5 GiB"
 
 
+def open_console(style: str, terminal: TextIO | None, log: TextIO, **options: Any) -> Console:
+    """A console whose log is open."""
+    console = Console(style, terminal=terminal, log_opener=lambda: log, **options)
+    console.open_log()
+    return console
+
+
 def output_of(use: Callable[[Console], object], style: str = "lines", **options: Any) -> tuple[str, str]:
     """What `use` writes to a terminal that is a file, and to the log."""
     terminal, log = io.StringIO(), io.StringIO()
-    use(Console(style, terminal=terminal, log=log, **options))
+    use(open_console(style, terminal, log, **options))
     return terminal.getvalue(), log.getvalue()
 
 
@@ -184,7 +191,7 @@ class TestTerminal:
     def test_a_terminal_gets_a_bar_and_messages_above_it(self, tty: tuple[TextIO, Callable[[], str]]) -> None:
         stream, read = tty
         log = io.StringIO()
-        console = Console(label=0, terminal=stream, log=log)
+        console = open_console("auto", stream, log, label=0)
         assert console.style == "bar"
         console.warn("before")
         console.begin(3, 0)
@@ -254,7 +261,7 @@ console.end()
         log = io.StringIO()
         # `with` closes the terminal, which fails if its buffer still cannot be written.
         with os.fdopen(writing, "w") as terminal:
-            console = Console("lines", label=0, terminal=terminal, log=log)
+            console = open_console("lines", terminal, log, label=0)
             ten_steps(console)
         lines = log.getvalue().splitlines()
         assert len(lines) == 11
@@ -266,7 +273,7 @@ class TestLog:
     def test_a_full_disk_is_reported_once_and_does_not_end_training(self) -> None:
         terminal = io.StringIO()
         with open("/dev/full", "w", buffering=1) as log:
-            console = Console("lines", label=3, terminal=terminal, log=log)
+            console = open_console("lines", terminal, log, label=3)
             console.info("hello")
             console.info("again")
         warning, *lines = terminal.getvalue().splitlines()
@@ -288,7 +295,7 @@ class TestLog:
 
     def test_characters_that_cannot_be_encoded_are_escaped(self, tmp_path: Path) -> None:
         with (tmp_path / "rank-0.log").open("w", buffering=1, encoding="utf-8") as log:
-            console = Console("none", label=0, log=log)
+            console = open_console("none", None, log, label=0)
             console.info("no such file: a\udc80b")
             assert (tmp_path / "rank-0.log").read_text() == "GPU0:INFO | no such file: a\\udc80b\n"
 

@@ -488,8 +488,8 @@ class TestCommand:
     def test_gpus_are_found_by_name_or_memory(self) -> None:
         assert find_gpu("H100_80GB") is GPUS["h100-80gb"]
         assert find_gpu("40GiB").memory == 40 * GIB
-        assert find_gpu("40GiB").flops() is None
-        assert all(gpu.flops() for gpu in GPUS.values())
+        assert find_gpu("40GiB").flops is None
+        assert all(gpu.flops for gpu in GPUS.values())
         with pytest.raises(UsageError, match="h100 is not known"):
             find_gpu("h100")
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tiny import write_rows
+from tiny import read_rows, write_rows
 from torchstone.data import json_array, sources
 from torchstone.data.cache import open_source
 from torchstone.data.sources import (
@@ -26,7 +26,6 @@ from torchstone.data.sources import (
     find_files,
     parse_rows,
     read_chunks,
-    read_rows,
     truncate_chunk,
 )
 from torchstone.errors import DataError, UsageError

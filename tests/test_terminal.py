@@ -51,7 +51,8 @@ def test_a_newline_in_a_name_cannot_fake_a_line() -> None:
 
 def test_the_console_escapes_what_it_prints_and_logs() -> None:
     terminal, log = io.StringIO(), io.StringIO()
-    console = Console("lines", terminal=terminal, log=log, label=0)
+    console = Console("lines", terminal=terminal, log_opener=lambda: log, label=0)
+    console.open_log()
     console.info(f"tokenizing {ATTACK}.jsonl\nGPU0:INFO | saved")
     console.warn(ATTACK)
     for text in (terminal.getvalue(), log.getvalue()):

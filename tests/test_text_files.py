@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from tiny import write_rows
+from tiny import read_rows, write_rows
 from torchstone import api
 from torchstone.data import sources, text_files
 from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
-from torchstone.data.sources import BadRow, ReadPosition, count_rows, parse_rows, read_chunks, read_rows, truncate_chunk
+from torchstone.data.sources import BadRow, ReadPosition, count_rows, parse_rows, read_chunks, truncate_chunk
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
 from torchstone.observe.console import Console

@@ -1,13 +1,15 @@
-"""Makes tiny models and files for tests."""
+"""Makes tiny models and files for tests, and reads files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchstone.data.sources import NO_COLUMNS, BadRow, Row, find_files, parse_rows, read_chunks
 from torchstone.data.tokenize import Tokenizer
 
 TINY_LLAMA: dict[str, Any] = {
@@ -56,6 +58,15 @@ def make_scripted_llama(folder: Path, tokenizer: Tokenizer, chain: list[int], **
 def write_rows(path: Path, rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def read_rows(name: str | Path, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row]:
+    """Yields every row of a path; raises the first bad one."""
+    for chunk in read_chunks(find_files(str(name)), columns=columns):
+        for row in parse_rows(chunk, columns):
+            if isinstance(row, BadRow):
+                raise row
+            yield row
 
 
 def flags(overrides: dict[str, Any]) -> list[str]:

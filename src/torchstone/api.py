@@ -69,7 +69,6 @@ from torchstone.diagnosis.report import DiagnosisReport
 from torchstone.diagnosis.run_checks import CheckResult, run_checks, select_checks
 from torchstone.diagnosis.session import change, open_diagnosis
 from torchstone.doctor import collectives, machine
-from torchstone.doctor import environment as environment_report
 from torchstone.doctor.machine import Machine
 from torchstone.errors import TorchstoneError, UsageError
 from torchstone.models.choice import AS_REQUESTED, Choice
@@ -603,11 +602,6 @@ def doctor(
         "collectives": [asdict(report) for report in reports],
     }
     return {"text": "".join(texts), "json": result}
-
-
-def environment() -> dict[str, Any]:
-    """What a bug report needs: versions, hardware, packages and variables, without secrets."""
-    return environment_report.environment()
 
 
 def diagnose(

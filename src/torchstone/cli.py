@@ -544,10 +544,9 @@ class Commands:
         Args:
             as_json: Print JSON.
         """
-        from torchstone import api
-        from torchstone.doctor.environment import as_text
+        from torchstone.doctor.environment import as_text, environment
 
-        values = api.environment()
+        values = environment()
         if as_json:
             _print_json(values)
         else:

@@ -36,8 +36,10 @@ class Gpu:
     def is_cpu(self) -> bool:
         return self.name == "cpu"
 
-    def flops(self, precision: str = "bf16") -> float | None:
-        return None if self.tflops_name is None else peak_flops(self.tflops_name, precision)
+    @property
+    def flops(self) -> float | None:
+        """The peak in bf16."""
+        return None if self.tflops_name is None else peak_flops(self.tflops_name)
 
 
 def _gpu(name: str, memory: float, tflops_name: str, *gigabytes: float, has_fp8: bool = True) -> Gpu:
@@ -83,7 +85,7 @@ def own_gpu(device: torch.device) -> Gpu:
         return Gpu("cpu", process_memory(), node_size=1)
     name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     peak = peak_flops(name)
-    same = [gpu for gpu in GPUS.values() if peak is not None and gpu.flops() == peak]
+    same = [gpu for gpu in GPUS.values() if peak is not None and gpu.flops == peak]
     # The same chip may have more or less memory, and another bandwidth.
     similar = min(same, key=lambda gpu: abs(gpu.memory - memory), default=Gpu(name, memory))
     return replace(similar, name=name, memory=memory)

@@ -289,7 +289,7 @@ def _notes(config: Config, job: Job, length: RunLength) -> list[str]:
     notes = []
     if job.gpu.is_cpu and config.observe.peak_tflops is None:
         notes.append("no hours: the speed of a CPU is not known; --observe.peak_tflops sets it")
-    elif job.gpu.flops() is None and config.observe.peak_tflops is None:
+    elif job.gpu.flops is None and config.observe.peak_tflops is None:
         notes.append(f"no hours: the speed of {job.gpu.name} is not known; --observe.peak_tflops sets it")
     if config.training.precision.startswith("fp8") and job.model.config.width % SIZE_MULTIPLE:
         notes.append(f"FP8 leaves out linears whose sizes are no multiple of {SIZE_MULTIPLE}")

@@ -38,7 +38,6 @@ class RunLength:
     """`source` says where the numbers come from. None: not known, or the run has no end."""
 
     batch_sizes: BatchSizes
-    is_text: bool
     shares_rows: bool
     # Of a row in memory, and of a token's document.
     row_tokens: int
@@ -82,7 +81,7 @@ def plan_length(config: Config, tokenizer: Tokenizer | None, dims: ParallelDims)
         source = "at most: full rows" if samples is None else source
     tokens_of_run = None if steps is None else round(steps * batch_sizes.global_batch_size * length)
     row_tokens = _row_tokens(batch_sizes, data.context_length, data.context_length)
-    return RunLength(batch_sizes, is_text, shares_rows, row_tokens, length, length, steps, tokens_of_run, source)
+    return RunLength(batch_sizes, shares_rows, row_tokens, length, length, steps, tokens_of_run, source)
 
 
 def _is_counted(config: Config, sources: list[DataSource], tokenizer: Tokenizer) -> bool:
@@ -115,8 +114,7 @@ def _count(config: Config, tokenizer: Tokenizer, dims: ParallelDims, is_text: bo
     mean_length = float((documents.astype(np.float64) ** 2).sum() / max(1, documents.sum()))
     row_tokens = _row_tokens(run_data.batch_sizes, context_length, longest)
     return RunLength(
-        run_data.batch_sizes, is_text, shares_rows, row_tokens, min(mean_length, context_length), mean, steps, tokens,
-        "counted",
+        run_data.batch_sizes, shares_rows, row_tokens, min(mean_length, context_length), mean, steps, tokens, "counted"
     )  # fmt: skip
 
 

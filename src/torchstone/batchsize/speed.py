@@ -58,7 +58,7 @@ def predict_step(job: Job, layout: Layout) -> StepTime | None:
     """None for a device whose speed is not known."""
     config, dims, gpu, precision = job.model.config, layout.dims, job.gpu, job.config.training.precision
     peak_tflops = job.config.observe.peak_tflops
-    peak = gpu.flops() if peak_tflops is None else 1e12 * peak_tflops
+    peak = gpu.flops if peak_tflops is None else 1e12 * peak_tflops
     if peak is None:
         return None
     bandwidth = gpu.memory_bandwidth or math.inf

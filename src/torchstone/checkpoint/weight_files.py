@@ -207,10 +207,7 @@ class InMemoryTensors:
     """A `TensorSource` of tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self.names = tensors, list(tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
+        self.tensors = tensors
 
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
         read_slice_into(self.tensors[name], target, offset)

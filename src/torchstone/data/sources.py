@@ -261,15 +261,6 @@ def read_row(row: Row, read: Callable[[Row], T]) -> T:
         raise row.error(f"cannot be read: {type(error).__name__}: {_one_line(error)}") from None
 
 
-def read_rows(name: str | Path, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Row]:
-    """Yields every row of a path; raises the first bad one."""
-    for chunk in read_chunks(find_files(str(name)), columns=columns):
-        for row in parse_rows(chunk, columns):
-            if isinstance(row, BadRow):
-                raise row
-            yield row
-
-
 def count_rows(chunk: Chunk) -> int:
     """The number of rows, good or bad."""
     return chunk.num_rows if chunk.num_rows is not None else sum(map(_is_row, _split_lines(chunk.payload)))

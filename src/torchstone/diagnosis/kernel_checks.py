@@ -151,7 +151,7 @@ def check_attention_kernel(diagnosis: Diagnosis) -> Finding:
     kernel = run.model.choices["model.attention"].value
     if kernel == "eager":
         raise SkipCheck("the run uses eager attention")
-    if diagnosis.is_explained("loss"):
+    if diagnosis.is_loss_explained:
         diagnosis.require("loss")
     losses, gradients = [], []
     with randomized_adapters(run):

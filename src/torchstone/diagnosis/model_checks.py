@@ -78,7 +78,7 @@ def check_documents(diagnosis: Diagnosis) -> Finding:
     if not leak.is_large:
         return Finding("pass", text, f"{LEAK_LIMIT:g}", values=values)
     cause = leak.describe(run)
-    if diagnosis.is_explained("loss") and diagnosis.failed["loss"].cause != cause:
+    if diagnosis.is_loss_explained and diagnosis.failed["loss"].cause != cause:
         # Such as labels that are shifted across documents.
         diagnosis.require("loss")
     return Finding(

@@ -88,9 +88,10 @@ class Diagnosis:
             if name in self.failed:
                 raise SkipCheck(f"{name} failed: repair it first")
 
-    def is_explained(self, name: str) -> bool:
-        """Whether a check failed by a mistake that is known."""
-        return name in self.failed and bool(self.failed[name].values.get("is_explained"))
+    @property
+    def is_loss_explained(self) -> bool:
+        """Whether the check of the loss failed by a mistake that is known."""
+        return "loss" in self.failed and bool(self.failed["loss"].values.get("is_explained"))
 
     @cached_property
     def fp32_run(self) -> Run:

@@ -89,8 +89,8 @@ def add_prefix(text: str, level: Level, label: str | None) -> str:
 class Console:
     """Prints to `terminal` (by default stderr) in a style: `bar`, `lines`, `quiet` (warnings only) or `none`.
 
-    `label` is the number in the prefix of lines, and `label_name` what it counts. `log`, an open file, gets every line,
-    whatever the style. With `log_opener` lines are kept in memory until `open_log` opens the log.
+    `label` is the number in the prefix of lines, and `label_name` what it counts. `log_opener` opens the log, which
+    gets every line, whatever the style: lines are kept in memory until `open_log` calls it.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Console:
         label: int | None = None,
         label_name: Literal["GPU", "rank"] = "GPU",
         terminal: TextIO | None = None,
-        log: TextIO | None = None,
         log_opener: Callable[[], TextIO] | None = None,
     ) -> None:
-        self._terminal, self._log_file = terminal, log
-        self._log_opener, self._kept_lines = log_opener, list[str]()
+        self._terminal, self._log_opener = terminal, log_opener
+        self._log_file: TextIO | None = None
+        self._kept_lines: list[str] = []
         if terminal is None and sys.stderr is None:
             # It was closed when the process started.
             style = "none"

@@ -43,11 +43,11 @@ COMPUTE_DTYPE = {
 }
 
 
-def mixed_precision_policy(precision: str, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
+def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
     """Returns FSDP2's policy. Inputs are not cast: some, like cos and sin, are fp32 on purpose."""
     compute_dtype = COMPUTE_DTYPE[precision]
     param_dtype = None if compute_dtype == PARAM_DTYPE[precision] else compute_dtype
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def apply_fsdp(

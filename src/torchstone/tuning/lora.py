@@ -339,9 +339,6 @@ class MergedTensors:
         self._saved = frozenset(name for name in factors.names if not is_adapter_parameter(name))
         self.errors: dict[str, float] = {}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
         linear = name.removesuffix(".weight")
         adapters = [adapter for adapter in self.adapters if linear in adapter.linears]

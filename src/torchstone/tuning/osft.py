@@ -345,9 +345,6 @@ class MergedOsft:
         self._replaced = frozenset(values.names)
         self.errors: dict[str, float] = {}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
         linear = name.removesuffix(".weight")
         if linear not in self.ranks:

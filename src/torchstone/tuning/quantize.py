@@ -225,9 +225,6 @@ class DequantizedTensors:
         self.base, self.linears, self.shapes = base, frozenset(linears), shapes
         self.quantization = quantization
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.shapes[name])
-
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
         if name.removesuffix(".weight") not in self.linears:
             self.base.read_into(name, target, offset)
