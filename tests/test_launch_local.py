@@ -131,7 +131,7 @@ class TestEnvironment:
     def test_a_worker_has_torchruns_variables_and_an_equal_share_of_the_cores(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(local, "_num_cores", lambda: 7)
+        monkeypatch.setattr(local, "usable_cores", lambda: 7)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
         script = "write(str(rank), json.dumps(dict(os.environ, argument=sys.argv[2]))); print('from', rank)"
         previous = dict(os.environ)
@@ -155,7 +155,7 @@ class TestEnvironment:
     def test_the_number_of_threads_is_the_users_then_the_configs_then_at_least_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None, users: str | None, expected: str
     ) -> None:
-        monkeypatch.setattr(local, "_num_cores", lambda: 1)
+        monkeypatch.setattr(local, "usable_cores", lambda: 1)
         if users is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", users)
         script = "write(str(rank), os.environ['OMP_NUM_THREADS'])"

@@ -19,7 +19,10 @@ MAX_FUNCTION_LINES = 60
 
 # A module imports only from its own layer and the ones above it in this list.
 LAYERS = [
-    {"errors", "atomic", "terminal", "heartbeat", "parent_process", "triton_support", "user_cache", "__init__"},
+    {
+        "errors", "atomic", "cpu_cores", "terminal", "heartbeat", "parent_process", "triton_support", "user_cache",
+        "__init__",
+    },
     {"config", "launch", "demo.corpus", "demo.builtin"},
     {"data", "models", "loss", "optim", "observe", "hub", "tuning"},
     {"parallel"},
@@ -28,7 +31,7 @@ LAYERS = [
     {"batchsize", "diagnosis", "doctor"},
     {"api", "testing"},
     {"cli", "__main__", "scripts", "demo.__main__"},
-]
+]  # fmt: skip
 PRIVATE_TORCH_NAMES = {
     ("torch._C._accelerator_setAllocatorSettings", "training/setup.py"),
     ("torch._assert_async", "loss/chunked.py"),

@@ -34,6 +34,7 @@ from torchstone.atomic import (
     temporary_path,
     write_text,
 )
+from torchstone.cpu_cores import usable_cores
 from torchstone.data.content_hash import content_hash, file_identity, known_hash
 from torchstone.data.encode import EncodedChunk, Encoder, EncodingConfig, RowCounts, TokenSequence
 from torchstone.data.formats import ROW_FORMATS, RowFormat, detect_format
@@ -377,7 +378,7 @@ class _CacheBuilder:
             for chunk in chunks:
                 yield chunk, encoder.encode_chunk(chunk)
             return
-        num_processes = self.options.num_processes or _num_cores()
+        num_processes = self.options.num_processes or usable_cores()
         pool = TokenizerPool(self.encoding, num_processes, self.options.stop_on_bad_row)
         try:
             yield from pool.encode(chunks)
@@ -457,11 +458,6 @@ class _CacheBuilder:
         replace_folder(self.work, self.final)
         (self.final / "journal.json").unlink(missing_ok=True)
         _record_check(self.final, list(self.checksums))
-
-
-def _num_cores() -> int:
-    """The number of cores that this process may use, where the system reports it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_intact(folder: Path, encoding: EncodingConfig, needs_row_lengths: bool) -> bool:

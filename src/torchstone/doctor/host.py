@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from torchstone import __version__
+from torchstone.cpu_cores import usable_cores
 from torchstone.doctor.check import Finding, failed, gib, ok, skipped, warning
 from torchstone.parallel.mesh import local_world_size
 from torchstone.training.checks import free_memory, process_memory
@@ -144,7 +145,7 @@ def limit_value(limit: int) -> int | None:
 
 def check_threads() -> Finding:
     """More threads than cores wait for each other."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     quota, threads, processes = cpu_quota(), torch.get_num_threads(), local_world_size()
     usable = max(1, int(min(cores, quota or cores)))
     found = f"threads of torch: {threads}" + (f" in each of {processes} processes" if processes > 1 else "")

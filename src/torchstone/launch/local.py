@@ -21,6 +21,7 @@ from pathlib import Path
 from torchstone import heartbeat
 from torchstone.atomic import write_text
 from torchstone.config.schema import SystemConfig
+from torchstone.cpu_cores import usable_cores
 from torchstone.errors import OutOfMemoryError, WorkerError
 from torchstone.heartbeat import print_line
 from torchstone.launch.gpus import worker_environment
@@ -201,7 +202,7 @@ class Launch:
     def _environment(self, local_rank: int, assignment: RankAssignment) -> dict[str, str]:
         """The launcher's variables, torchrun's and ours. GPU_RANK is the label of the log lines."""
         rank, nproc = assignment.first_rank + local_rank, self.plan.nproc
-        threads = os.environ.get("OMP_NUM_THREADS") or self.plan.system.threads or max(1, _num_cores() // nproc)
+        threads = os.environ.get("OMP_NUM_THREADS") or self.plan.system.threads or max(1, usable_cores() // nproc)
         variables = {
             "RANK": rank,
             "LOCAL_RANK": local_rank,
@@ -252,7 +253,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
