@@ -49,6 +49,7 @@ from torchstone.errors import (
     StoppedBySignal,
     TorchstoneError,
     UsageError,
+    first_line,
     is_out_of_memory,
 )
 from torchstone.launch import kubernetes, slurm
@@ -1029,8 +1030,7 @@ def _fail(error: TorchstoneError) -> None:
 def _fail_after(error: Exception) -> None:
     """Ends the process after an exception that is not ours. What is neither memory nor files is a bug."""
     if is_out_of_memory(error):
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        _fail(OutOfMemoryError(f"the machine is out of memory: {reason}", OUT_OF_MEMORY_HINT))
+        _fail(OutOfMemoryError(f"the machine is out of memory: {first_line(error)}", OUT_OF_MEMORY_HINT))
     if isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_ERRORS):
         # A folder that is a file, a disk that is full or read-only: the user can fix it.
         _fail(UsageError(f"{error.filename or 'cannot write'}: {error.strerror}"))

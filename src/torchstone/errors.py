@@ -82,6 +82,14 @@ class StoppedBySignal(TorchstoneError):
     exit_code = 75
 
 
+def first_line(message: object, default: str | None = None) -> str:
+    """The first line of an error's text. Without one: `default`, or the name of its type."""
+    lines = str(message).strip().splitlines()
+    if lines:
+        return lines[0]
+    return type(message).__name__ if default is None else default
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is an out-of-memory error of Python, the system or torch."""
     if isinstance(error, OSError):

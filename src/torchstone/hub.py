@@ -20,7 +20,7 @@ from threading import Event
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from torchstone.errors import TorchstoneError, UsageError
+from torchstone.errors import TorchstoneError, UsageError, first_line
 from torchstone.observe.console import Console
 
 PREFIX = "hub:"
@@ -321,7 +321,7 @@ def _is_unreachable(error: Exception) -> bool:
 def _reason(error: BaseException) -> str:
     if isinstance(error, _huggingface_hub().errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    return f"{type(error).__name__}: {first_line(error, '')[:200]}"
 
 
 def _explain(name: HubName, error: Exception) -> Exception:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
+from torchstone.errors import first_line
+
 
 @cache
 def triton_error() -> str | None:
@@ -18,5 +20,5 @@ def triton_error() -> str | None:
         driver.active.get_current_device()
     except Exception as error:
         # What it runs (compilers, drivers) raises all kinds of errors.
-        return f"triton does not work here: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        return f"triton does not work here: {first_line(error)}"
     return None

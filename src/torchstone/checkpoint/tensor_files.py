@@ -20,8 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from torchstone.errors import CheckpointError, is_out_of_memory
-from torchstone.models.fallback.probing import first_line
+from torchstone.errors import CheckpointError, first_line, is_out_of_memory
 
 # 32 MiB of fp32. A copy to another device or dtype needs at most this much memory besides the two tensors.
 CHUNK_ELEMENTS = 8 * 2**20

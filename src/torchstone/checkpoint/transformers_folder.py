@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchstone.checkpoint.weight_files import list_names, open_tensors
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, UsageError, first_line
 from torchstone.models.fallback.module import (
     FallbackModule,
     default_generation_config,
@@ -34,7 +34,6 @@ from torchstone.models.fallback.probing import (
     TOLERANCES,
     check_causal,
     find_packing_method,
-    first_line,
     get_tolerances,
     is_positive,
     make_probe_batch,

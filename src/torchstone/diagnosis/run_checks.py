@@ -19,7 +19,7 @@ from torchstone import heartbeat
 from torchstone.diagnosis.check import Check, Finding, MissingCheck, SkipCheck, Status
 from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
-from torchstone.errors import StoppedBySignal, UsageError, WorkerError
+from torchstone.errors import StoppedBySignal, UsageError, WorkerError, first_line
 from torchstone.training.checks import free_device_memory, out_of_memory_reason, ran_out_of_memory
 
 # The worst one counts. A check that a rank skipped has no result.
@@ -112,11 +112,10 @@ def run_check(diagnosis: Diagnosis, check: Check) -> Finding:
 
 def _could_not_run(check: Check, error: Exception) -> Finding:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    message = next(iter(str(error).splitlines()), "")
     return Finding(
         "fail",
         "the check could not run",
-        cause=f"{type(error).__name__}: {message}",
+        cause=f"{type(error).__name__}: {first_line(error, '')}",
         source=f"{place.filename}:{place.lineno}",
         next_step="training itself may fail there: run torchstone train for a step; otherwise please report it",
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchstone import heartbeat
-from torchstone.errors import TorchstoneError
+from torchstone.errors import TorchstoneError, first_line
 
 # A warning does not prevent training. What is skipped cannot run here, and need not.
 Status = Literal["pass", "skip", "warn", "fail"]
@@ -67,12 +67,8 @@ def run_check(
         finding = on_error(error.message) if error.hint is None else failed(error.message, error.hint)
     except Exception as error:
         # Drivers, compilers and packages raise all kinds of errors.
-        finding = on_error(f"{type(error).__name__}: {first_line(error)}")
+        finding = on_error(f"{type(error).__name__}: {first_line(error, 'no message')}")
     return CheckResult(name, finding.status, finding.text, finding.fix, finding.values)
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")
 
 
 def gib(size: float) -> str:

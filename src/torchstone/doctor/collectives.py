@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchstone.errors import NumericalError, OutOfMemoryError, TorchstoneError, WorkerError
+from torchstone.errors import NumericalError, OutOfMemoryError, TorchstoneError, WorkerError, first_line
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 # Bus bandwidth = algorithm bandwidth x factor x (n - 1) / n, as in nccl-tests; for the others they are equal.
@@ -126,7 +126,7 @@ class CollectiveCheck:
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"{self.names[self.rank]} has no memory for {title}") from error
         except RuntimeError as error:
-            reason = f"failed: {str(error).partition(chr(10))[0]}"
+            reason = f"failed: {first_line(error, '')}"
         # Another rank may be stuck in the check until its own limit, and answers only then.
         silent = find_silent_ranks(max(0.0, deadline - time.monotonic()) + GRACE)
         names = ", ".join(self.names[rank] for rank in silent)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from torchstone.doctor.check import Finding, failed, first_line, gib, ok, skipped, warning
+from torchstone.doctor.check import Finding, failed, gib, ok, skipped, warning
+from torchstone.errors import first_line
 from torchstone.launch.gpus import list_gpus
 from torchstone.observe.mfu import peak_flops
 
@@ -44,7 +45,7 @@ def check_driver(device: torch.device, wants_gpu: bool) -> Finding:
         torch.cuda.init()
         reason = f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
     except (AssertionError, RuntimeError) as error:
-        reason = first_line(error)
+        reason = first_line(error, "no message")
     return failed(f"{found}, but torch {torch.__version__} cannot use them: {reason}", driver_fix(newest), **values)
 
 

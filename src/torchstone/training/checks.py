@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchstone.checkpoint.save import hf_name
-from torchstone.errors import NumericalError, OutOfMemoryError, is_out_of_memory
+from torchstone.errors import NumericalError, OutOfMemoryError, first_line, is_out_of_memory
 from torchstone.heartbeat import current_phase, read_int_variable
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
@@ -152,7 +152,7 @@ def translate_out_of_memory(activity: str | None, device: torch.device, hint: Ca
 
 def out_of_memory_reason(error: BaseException) -> str:
     """The first line of an out-of-memory error, with bytes as MiB."""
-    reason = next(iter(str(error).splitlines()), "out of memory")
+    reason = first_line(error, "out of memory")
     if allocated := re.search(r"tried to allocate (\d+) bytes", reason):
         return f"{int(allocated[1]) / 2**20:,.0f} MiB more cannot be allocated"
     return reason

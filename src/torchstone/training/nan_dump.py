@@ -28,7 +28,7 @@ from torchstone.checkpoint.save import hf_name
 from torchstone.config.load import to_dict
 from torchstone.config.schema import parse_memory
 from torchstone.data.loader import StepBatch
-from torchstone.errors import UsageError
+from torchstone.errors import UsageError, first_line
 from torchstone.models.model import Model
 from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.training.run import Run
@@ -96,7 +96,7 @@ def read_dump(path: Path) -> dict[str, Any]:
         missing = [key for key in HEADER_KEYS if key not in dump]
     except Exception as error:
         # What a damaged file raises may be of any type.
-        missing, reason = [], next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
+        missing, reason = [], first_line(error).partition(". ")[0]
     else:
         if not missing:
             return dict(dump)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchstone.checkpoint.save import hf_name
 from torchstone.data.loader import StepBatch
-from torchstone.errors import NumericalError
+from torchstone.errors import NumericalError, first_line
 from torchstone.heartbeat import report_phase
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.runner import Runner
@@ -116,7 +116,7 @@ def report_nan(
         origin = find_origin(runner, batch, rng_states)
     except Exception as failure:
         # It must not hide the NaN.
-        error = next(iter(str(failure).splitlines()), type(failure).__name__)
+        error = first_line(failure)
     can_go_on = error is None or run.ctx.mesh is None
     if can_go_on and not tensors:
         tensors, gradients = bad_gradients(runner), copy_gradients(run, names)

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchstone.errors import UsageError
+from torchstone.errors import UsageError, first_line
 from torchstone.loss.cross_entropy import IGNORE_INDEX
 from torchstone.models.attention import build_attn_mask
-from torchstone.models.fallback.probing import first_line, windows_of
+from torchstone.models.fallback.probing import windows_of
 from torchstone.models.generate import TokenCallback, sample_token
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchstone.errors import CheckpointError, UsageError
+from torchstone.errors import CheckpointError, UsageError, first_line
 from torchstone.models.attention import PADDING_DOC_ID
 
 if TYPE_CHECKING:
@@ -158,11 +158,6 @@ def windows_of(config: Any) -> dict[str, int]:
     return {
         key: value for key, value in settings.items() if WINDOW_KEY.search(key) and type(value) is int and value > 0
     }
-
-
-def first_line(message: object) -> str:
-    lines = str(message).strip().splitlines()
-    return lines[0] if lines else type(message).__name__
 
 
 def is_positive(value: Any) -> bool:
