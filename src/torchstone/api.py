@@ -76,6 +76,7 @@ from torchstone.models.execution import MIN_FLOPS_TO_COMPILE, ExecutionOptions, 
 from torchstone.models.families import family_of
 from torchstone.models.model import FallbackModel, Model
 from torchstone.models.sizing import build_sized_decoder_config, build_sized_hf_config, parameter_count
+from torchstone.models.tensors import dtype_name
 from torchstone.observe.console import Console
 from torchstone.optim.schedule import resolve_warmup_steps
 from torchstone.parallel.build import stage_layer_ranges
@@ -861,7 +862,7 @@ def _trained_text(model: Model, precision: str) -> str:
         shapes = decoder_shapes(model.decoder_config)
     counts = model.tuning.count_parameters(shapes)
     kinds = ", ".join(f"{kind} {_millions(count)}" for kind, count in counts.items())
-    frozen = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
+    frozen = dtype_name(COMPUTE_DTYPE[precision])
     if isinstance(model.tuning, LoraPlan) and model.tuning.base_quantization is not None:
         frozen = f"{frozen}, the linears of the blocks in {model.tuning.base_quantization.kind}"
     return (

@@ -55,6 +55,7 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
+from torchstone.models.tensors import dtype_name
 from torchstone.tuning.lora import AdapterTensors, MergedTensors
 from torchstone.tuning.osft import MergedOsft
 
@@ -338,10 +339,6 @@ def stored_dtype(folder: Path) -> torch.dtype:
         # torch does not promote 8-bit floats.
         dtypes = {torch.float32, *(dtype for dtype in dtypes if dtype.itemsize > 1)}
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _stored_dtypes(folder: Path) -> set[torch.dtype]:

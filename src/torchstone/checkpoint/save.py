@@ -31,6 +31,7 @@ from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError
 from torchstone.models.families import Family
 from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
+from torchstone.models.tensors import dtype_name
 from torchstone.observe.console import Console
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
@@ -172,7 +173,7 @@ def write_hf_config(hf_config: dict[str, Any], family: Family, dtype: torch.dtyp
     """Writes config.json of a native model."""
     # The code that auto_map names did not run here, and is not in this folder.
     config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "auto_map")}
-    config |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [family.architecture]}
+    config |= {"dtype": dtype_name(dtype), "architectures": [family.architecture]}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -20,7 +20,7 @@ from torchstone.checkpoint.tensor_files import DTYPE_NAMES, TensorFile, open_ten
 from torchstone.checkpoint.weight_names import StoredTensorSpec, WeightNames
 from torchstone.errors import CheckpointError
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder
-from torchstone.models.tensors import TensorSource
+from torchstone.models.tensors import TensorSource, dtype_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -92,8 +92,7 @@ class WeightFiles:
         shape = shape[::-1] if stored.is_transposed else shape
         path, tensor = self.files[name].path, self.files[name].tensors[name]
         if not tensor.is_floating_point() or tensor.dtype not in DTYPE_NAMES:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{path}: {name} has dtype {dtype}, which cannot be trained")
+            raise CheckpointError(f"{path}: {name} has dtype {dtype_name(tensor.dtype)}, which cannot be trained")
         if list(tensor.shape) != shape:
             raise CheckpointError(f"{path}: {name} has shape {list(tensor.shape)}, but config.json asks for {shape}")
 

@@ -19,6 +19,7 @@ from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.restore import restore_after
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
+from torchstone.models.tensors import dtype_name
 from torchstone.optim.clip import to_local
 from torchstone.optim.schedule import lr_at_step
 from torchstone.training.loop import train_loop
@@ -60,11 +61,11 @@ def check_dtypes(diagnosis: Diagnosis) -> Finding:
         kind: {name: dtype for name, dtype in own.items() if dtype not in allowed[kind]} for kind, own in dtypes.items()
     }
     values = {f"wrong_{kind}s": float(len(names)) for kind, names in wrong.items()} | {"stale": float(len(stale))}
-    limit = f"{_name(promised[STATES[0]])}, computed in {_name(promised['computation'])}"
+    limit = f"{dtype_name(promised[STATES[0]])}, computed in {dtype_name(promised['computation'])}"
     if stale:
         return Finding(
             "fail", f"after an update {len(stale)} weights are computed with as they were before it", limit,
-            f"the {_name(promised['computation'])} copy of {stale[0]} is not refreshed from its master weight",
+            f"the {dtype_name(promised['computation'])} copy of {stale[0]} is not refreshed from its master weight",
             "models/master_weights.py, optim/adamw.py: update_copies", "refresh all copies after each update", values,
         )  # fmt: skip
     if not any(wrong.values()):
@@ -75,9 +76,9 @@ def check_dtypes(diagnosis: Diagnosis) -> Finding:
     texts = [f"{len(names)} of {len(dtypes[each])} {each}s" for each, names in wrong.items() if names]
     return Finding(
         "fail", f"{', '.join(texts)} have another dtype than training.precision {precision} promises", limit,
-        f"the {kind} of {name} is in {_name(dtype)} instead of {_name(promised[kind])}",
+        f"the {kind} of {name} is in {dtype_name(dtype)} instead of {dtype_name(promised[kind])}",
         "training.precision; parallel/fsdp.py: PARAM_DTYPE and mixed_precision_policy, optim/adamw.py",
-        f"find where {name} becomes {_name(dtype)}", values,
+        f"find where {name} becomes {dtype_name(dtype)}", values,
     )  # fmt: skip
 
 
@@ -117,10 +118,6 @@ def _moments(run: Run) -> Iterator[tuple[str, Tensor]]:
         for key, value in run.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim() == parameter.dim() > 0:
                 yield f"{name} ({key})", value
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check_weight_decay(diagnosis: Diagnosis) -> Finding:
@@ -315,7 +312,7 @@ def check_swallowed_updates(diagnosis: Diagnosis) -> Finding:
         )  # fmt: skip
     return Finding(
         "fail" if share > MOST_SWALLOWED else "warn", text, f"{limit:.0%}",
-        f"the updates are smaller than half the distance of neighboring {_name(dtype)} numbers, and rounded away",
+        f"the updates are smaller than half the distance of neighboring {dtype_name(dtype)} numbers, and rounded away",
         "training.precision, optim.learning_rate",
         "use --training.precision bf16, which keeps fp32 master weights" if dtype == torch.bfloat16
         else "use a larger --optim.learning_rate", values,

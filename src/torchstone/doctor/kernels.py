@@ -31,6 +31,7 @@ from torchstone.models.attention import (
 )
 from torchstone.models.execution import check_compiler
 from torchstone.models.fp8 import Fp8Options, check_fp8
+from torchstone.models.tensors import dtype_name
 from torchstone.triton_support import triton_error
 
 # Roundings of inputs do not count. fp32 has room for TF32, which a variable can turn on.
@@ -51,7 +52,7 @@ Function = Callable[..., Tensor]
 
 def check_kernels(device: torch.device) -> Iterator[CheckResult]:
     for dtype in LIMITS:
-        yield run_check(f"matmul {name_of(dtype)}", check_matmul, device, dtype)
+        yield run_check(f"matmul {dtype_name(dtype)}", check_matmul, device, dtype)
     yield run_check("matmul float8", check_fp8_linear, device, on_error=partial(warning, fix=NO_FP8))
     yield from check_attention(device)
     yield run_check("loss", check_loss, device)
@@ -63,10 +64,6 @@ def check_kernels(device: torch.device) -> Iterator[CheckResult]:
 def dtype_of(device: torch.device) -> torch.dtype:
     """That of training.precision auto."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check_matmul(device: torch.device, dtype: torch.dtype) -> Finding:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torchstone.errors import UsageError
 from torchstone.models.choice import AS_REQUESTED, Choice
 from torchstone.models.flash_attention_4 import flash_attention, flash_attention_4_error
+from torchstone.models.tensors import dtype_name
 
 AttentionBackend = Literal["sdpa", "flash", "flex", "eager", "flash-attn", "fa3", "fa4"]
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -232,7 +233,7 @@ def _unsupported_reason(
         # Its Triton kernels need blocks of at least 16.
         return None if head_dim >= 16 else f"needs a head_dim of at least 16, not {head_dim}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
+        return f"computes in bf16 or fp16, not in {dtype_name(dtype)}"
     if head_dim > 256 or head_dim % 8:
         return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+
+from torchstone.optim.clip import to_local
 
 
 def allocated_bytes(device: torch.device, tensors: Iterable[Tensor]) -> int:
     """The bytes that torch has on a GPU; on a CPU those of `tensors`, each storage once."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
-    return sum(storages.values())
+    storages = [to_local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def peak_bytes(device: torch.device, function: Callable[[], None], tensors: Callable[[], Iterable[Tensor]]) -> int:

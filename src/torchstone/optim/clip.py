@@ -39,6 +39,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> 
 
 
 def to_local(tensor: Tensor | None) -> Tensor:
-    """This rank's shard of a parameter, gradient or moment."""
+    """This rank's shard of a DTensor; another tensor as it is."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

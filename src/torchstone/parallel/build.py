@@ -24,7 +24,7 @@ from torchstone.models.fallback.module import FallbackModule
 from torchstone.models.families import FAMILIES
 from torchstone.models.fp8 import apply_fp8
 from torchstone.models.model import Model, NativeModel
-from torchstone.models.tensors import TensorSource
+from torchstone.models.tensors import TensorSource, slice_at
 from torchstone.parallel.fsdp import COMPUTE_DTYPE, PARAM_DTYPE, apply_fsdp, mixed_precision_policy
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import ParallelContext, ParallelDims
@@ -185,7 +185,7 @@ class InitialTensors:
 
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
         tensor = init_tensor(self.config, name, self.shapes[name], self.std, self.seed)
-        target.copy_(tensor[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
+        target.copy_(tensor[slice_at(offset, target.shape)])
 
 
 def build_new_model(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchstone.models.decoder import EMBEDDING, HEAD, DecoderConfig, split_fused
+from torchstone.models.tensors import slice_at
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TensorShard:
     @property
     def index(self) -> tuple[slice, ...]:
         """Where the slice is in the global tensor."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.tensor.shape, strict=True))
+        return slice_at(self.offset, self.tensor.shape)
 
 
 class TensorSlice(NamedTuple):

@@ -19,12 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchstone.data.collate import LENGTH_MULTIPLE, PADDING_DOC_ID, MicroBatch
 from torchstone.data.formats import IGNORE_INDEX
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Decoder, DecoderConfig
+from torchstone.optim.clip import to_local
 from torchstone.parallel.mesh import ParallelContext
 
 if TYPE_CHECKING:
@@ -216,9 +216,7 @@ class Pipeline:
         for module in modules:
             if not module.weight.requires_grad:
                 return
-            gradient = module.weight.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(local, group=self._tied_group)
+            dist.all_reduce(to_local(module.weight.grad), group=self._tied_group)
 
 
 def padded_shape(batches: Sequence[MicroBatch], pp: int, tp: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchstone.models.model import Model
+from torchstone.models.tensors import slice_at
 from torchstone.optim.build import parameter_kind
 from torchstone.optim.muon import Projection, orthogonalize
 from torchstone.parallel.local_shards import TensorSlice, local_rows
@@ -70,9 +71,9 @@ class ShardedProjections:
             whole = torch.empty(slices[0].shape, dtype=torch.bfloat16, device=shards[0].device)
             for each, values in zip(slices, received, strict=True):
                 if values.numel():
-                    _view(whole, each).copy_(values.view(each.size))
+                    whole[slice_at(each.offset, each.size)].copy_(values.view(each.size))
             update = orthogonalize(whole)
-            results = [_view(update, each) for each in slices]
+            results = [update[slice_at(each.offset, each.size)] for each in slices]
         updates = self._all_to_all(results, [shard.numel() for shard in shards], shards[0].device)
         return [update.view_as(shard) for update, shard in zip(updates, shards, strict=False)]
 
@@ -89,7 +90,3 @@ class ShardedProjections:
         target = torch.empty(sum(output_splits), dtype=torch.bfloat16, device=device)
         dist.all_to_all_single(target, source, output_splits, input_splits, self.group)
         return list(target.split(output_splits))
-
-
-def _view(tensor: Tensor, each: TensorSlice) -> Tensor:
-    return tensor[tuple(slice(at, at + size) for at, size in zip(each.offset, each.size, strict=True))]

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchstone.errors import UsageError
 from torchstone.models.decoder import Attention, Decoder, DecoderConfig
+from torchstone.optim.clip import to_local
 from torchstone.tuning.lora import LoraLinear
 from torchstone.tuning.osft import OsftLinear
 
@@ -207,7 +208,7 @@ def _use_global_padding_idx(decoder: Decoder, mesh: DeviceMesh, sequence_paralle
     def detach_padding(module: nn.Module, inputs: tuple[Tensor, ...], output_BTD: Tensor) -> Tensor:
         if module.global_padding_idx is None:
             return output_BTD
-        ids_BT = _to_local(inputs[0])
+        ids_BT = to_local(inputs[0])
         if sequence_parallel:
             ids_BT = ids_BT.chunk(mesh.size(), dim=SEQUENCE_DIM)[mesh.get_local_rank()]
         return torch.where((ids_BT == module.global_padding_idx)[..., None], output_BTD.detach(), output_BTD)
@@ -227,7 +228,3 @@ def _prepare_output(placement: Placement, use_local_output: bool, _: Any, output
     if output.placements != (placement,):
         output = output.redistribute(placements=[placement])
     return output.to_local() if use_local_output else output
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

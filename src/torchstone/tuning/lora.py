@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchstone.errors import UsageError
-from torchstone.models.tensors import NamedTensors, TensorSource
+from torchstone.models.tensors import NamedTensors, TensorSource, slice_at
 from torchstone.tuning.quantize import BaseQuantization
 
 ADAPTERS, LORA_A, LORA_B, MAGNITUDE = "adapters", "lora_A", "lora_B", "magnitude"
@@ -84,7 +84,7 @@ class AdapterTensors:
 
     def read_into(self, name: str, target: Tensor, offset: Sequence[int]) -> None:
         values = self.values[name]
-        target.copy_(values[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
+        target.copy_(values[slice_at(offset, target.shape)])
 
     def factors_of(self, linear: str) -> dict[str, Tensor]:
         """By kind: LORA_A, LORA_B and, with DoRA, MAGNITUDE."""
@@ -346,7 +346,7 @@ class MergedTensors:
             (self.factors if name in self._saved else self.base).read_into(name, target, offset)
             return
         # DoRA needs complete rows.
-        rows, columns = (slice(start, start + size) for start, size in zip(offset, target.shape, strict=True))
+        rows, columns = slice_at(offset, target.shape)
         width = self.shapes[name][1]
         dtype = wider_dtype(target.dtype)
         base = torch.empty(len(target), width, dtype=dtype)

@@ -31,8 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchstone.models.tensors import NamedTensors, TensorSource
+from torchstone.models.tensors import NamedTensors, TensorSource, slice_at
 from torchstone.optim.adamw import AdamW
+from torchstone.optim.clip import to_local
 from torchstone.tuning.lora import parameter_name, rounding_error, split_parameter_name, wider_dtype
 
 # The names of the factors, and of the adapter that they belong to.
@@ -205,7 +206,7 @@ class InitialOsft:
             target.zero_()
             return
         p = self.vectors.read(linear)[:, -self.ranks[linear] :].t()
-        target.copy_(p[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
+        target.copy_(p[slice_at(offset, target.shape)])
 
 
 def split_bf16(x: Tensor) -> Tensor:
@@ -263,13 +264,13 @@ class SubspaceProjection:
                 continue
             if gradient.dtype != torch.float32:
                 parameter.grad = gradient = gradient.float()
-            self._project(parameter, _local(gradient), basis)
+            self._project(parameter, to_local(gradient), basis)
 
     @torch.no_grad()
     def project_parameters(self) -> None:
         """For values that are not those of training."""
         for parameter, basis, _ in self.bases:
-            self._project(parameter, _local(parameter), basis)
+            self._project(parameter, to_local(parameter), basis)
 
     @contextmanager
     def projected_update(self, optimizer: AdamW, coefficient: Tensor) -> Iterator[None]:
@@ -277,12 +278,12 @@ class SubspaceProjection:
 
         `coefficient`: the clipping coefficient. If it is NaN, the optimizer changes nothing, and W0_low does not decay.
         """
-        before = [_local(parameter).detach().clone() for parameter, _, _ in self.bases]
+        before = [to_local(parameter).detach().clone() for parameter, _, _ in self.bases]
         yield
         decay = {p: group["lr"] * group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         with torch.no_grad():
             for (parameter, basis, initial), old in zip(self.bases, before, strict=True):
-                value = _local(parameter)
+                value = to_local(parameter)
                 value -= old
                 if initial is not None:
                     value -= initial.to(value) * (decay[parameter] * coefficient.isfinite()).to(value)
@@ -297,7 +298,7 @@ class SubspaceProjection:
         if not self.bases:
             return torch.zeros((), dtype=torch.float64)
         parameter, basis, _ = self.bases[index % len(self.bases)]
-        value, basis = _local(parameter).double(), basis.double()
+        value, basis = to_local(parameter).double(), basis.double()
         if basis.dim() == 3:
             basis = basis.sum(0)
         inside = self._sum_shards(parameter, basis.t() @ value).square().sum()
@@ -320,10 +321,6 @@ class SubspaceProjection:
                 if not isinstance(placement, Replicate):
                     dist.all_reduce(tensor, group=parameter.device_mesh.get_group(dim))
         return tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class MergedOsft:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchstone.errors import CheckpointError, UsageError
-from torchstone.models.tensors import TensorSource
+from torchstone.models.tensors import TensorSource, dtype_name, slice_at
 
 Quantization = Literal["nf4", "int8"]
 # As in QLoRA: this many elements share a scale, and this many scales share one.
@@ -61,7 +61,7 @@ class BaseQuantization:
 
     @property
     def name(self) -> str:
-        return f"{self.kind}/{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.kind}/{dtype_name(self.dtype)}"
 
     def is_reproducible(self) -> bool:
         """Whether this machine has such a device."""
@@ -232,4 +232,4 @@ class DequantizedTensors:
         weight = torch.empty(tuple(self.shapes[name]), dtype=self.quantization.dtype)
         self.base.read_into(name, weight, (0, 0))
         whole = self.quantization.round_trip(weight)
-        target.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, target.shape, strict=True))])
+        target.copy_(whole[slice_at(offset, target.shape)])
