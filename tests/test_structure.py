@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60
 LAYERS = [
     {
         "errors", "atomic", "cpu_cores", "terminal", "heartbeat", "parent_process", "triton_support", "user_cache",
-        "__init__",
+        "wording", "__init__",
     },
     {"config", "launch", "demo.corpus", "demo.builtin"},
     {"data", "models", "loss", "optim", "observe", "hub", "tuning"},

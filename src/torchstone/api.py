@@ -122,6 +122,7 @@ from torchstone.training.setup import (
 )
 from torchstone.training.stop import handle_stop_signals
 from torchstone.tuning.plan import LoraPlan
+from torchstone.wording import plural
 
 # Default maximum row length for evaluation; a model with fewer positions lowers it.
 EVALUATION_LENGTH = 1024
@@ -841,12 +842,12 @@ def _describe_run(run: Run) -> list[str]:
         validation += " and never used (neither training.validate_at_end nor an interval is set)"
     warmup_steps = resolve_warmup_steps(steps, optim)
     return [
-        f"{'endless steps' if steps is None else _count(steps, 'step')}{epochs} of {sizes.global_batch_size} samples, "
+        f"{'endless steps' if steps is None else plural(steps, 'step')}{epochs} of {sizes.global_batch_size} samples, "
         f"micro-batches of {micro_batch}, on {run.device}{processes}; "
         f"{_trained_text(run.model, run.config.training.precision)}; "
         f"{len(run.data.train)} samples to train on, {validation}; "
         f"{_optimizer_text(optim)} with learning rate {optim.learning_rate:g} ({optim.schedule}, "
-        f"{_count(warmup_steps, 'step')} of warm-up), weight decay {optim.weight_decay:g}",
+        f"{plural(warmup_steps, 'step')} of warm-up), weight decay {optim.weight_decay:g}",
         f"{describe_saving(run.config.checkpoint)}, in {run.output_dir / CHECKPOINTS}",
         *mixture,
     ]
@@ -903,7 +904,3 @@ def _later_end(run: Run) -> str:
     }
     later = later or {"max_steps": 2 * progress.step}
     return " ".join(f"--training.{name} {int(end) if end == int(end) else end}" for name, end in later.items())
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -42,6 +42,7 @@ import torch.distributed as dist
 
 from torchstone.errors import UsageError
 from torchstone.launch.rendezvous import host_store, interface_variables
+from torchstone.wording import list_ranks
 
 # What tests of parallel training import. The forkserver ignores modules that are not installed.
 PRELOAD = (
@@ -393,11 +394,11 @@ def _describe_failures(ranks: Sequence[_Rank]) -> str:
         first = ""
         if index == 0 and len(failures) > 1:
             first = " first" if len(numbers) == 1 else f", rank {numbers[0]} first"
-        parts.append(f"{_list_ranks(numbers)} of {len(ranks)} failed{first}:\n{ranks[numbers[0]].failure_text}")
+        parts.append(f"{list_ranks(numbers)} of {len(ranks)} failed{first}:\n{ranks[numbers[0]].failure_text}")
     killed = [rank.number for rank in ranks if rank.was_killed and rank.failure_time is None]
     if killed:
         verb = "were" if len(killed) > 1 else "was"
-        parts.append(f"{_list_ranks(killed)} {verb} still running {GRACE_SECONDS:g} s later and {verb} killed")
+        parts.append(f"{list_ranks(killed)} {verb} still running {GRACE_SECONDS:g} s later and {verb} killed")
     return "\n\n".join(parts)
 
 
@@ -407,15 +408,11 @@ def _describe_hang(ranks: Sequence[_Rank], timeout: float) -> str:
     running.sort(key=lambda rank: rank.report is not None)
     verb = "were" if len(running) > 1 else "was"
     numbers = [rank.number for rank in running]
-    parts = [f"{_list_ranks(numbers)} of {len(ranks)} {verb} still running after {timeout:g} s"]
+    parts = [f"{list_ranks(numbers)} of {len(ranks)} {verb} still running after {timeout:g} s"]
     for rank in running:
         state = f", which has {rank.report.outcome} and waits for the others" if rank.report else ""
         parts.append(f"the stack of rank {rank.number}{state}:\n{rank.stack.rstrip()}")
     return "\n\n".join(parts)
-
-
-def _list_ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 # The rest runs on the ranks.

@@ -41,6 +41,7 @@ from torchstone.parallel.mesh import SINGLE_PROCESS, resolve_dims
 from torchstone.training.defaults import choose_precision, execution_options, with_precision
 from torchstone.training.memory import USABLE, size_text
 from torchstone.training.setup import select_device, tokenizer_path
+from torchstone.wording import plural
 
 # Of sizes that fit, the smallest within this share of the fastest is recommended.
 NEARLY_FASTEST = 0.99
@@ -309,7 +310,7 @@ def not_fitting(plan: Plan) -> tuple[str, str]:
     if plan.layout.recompute != "full":
         recomputed = replace(plan.layout, recompute="full")
         if rows := largest_rows(plan.job, recomputed):
-            return message, f"--model.recompute full fits, with micro-batches of up to {rows} row{'s' * (rows > 1)}"
+            return message, f"--model.recompute full fits, with micro-batches of up to {plural(rows, 'row')}"
     if plan.search is None:
         return message, "torchstone plan --search looks for layouts that fit, --world N plans for more GPUs"
     return message, "plan for more GPUs (--world N), or use --training.precision bf16-pure or --tuning.method lora"

@@ -8,6 +8,7 @@ from torchstone.batchsize.gpus import GIB
 from torchstone.batchsize.layouts import describe_layouts
 from torchstone.batchsize.plan import Plan
 from torchstone.training.memory import size_text
+from torchstone.wording import plural
 
 BAR_WIDTH, MIB = 40, 2**20
 MOMENTS = {
@@ -43,13 +44,13 @@ def _essentials(plan: Plan) -> Iterator[str]:
     yield f"model       {job.model.parameter_count / 1e6:,.2f}M parameters{share}"
     yield f"layout      {layout.dims.world_size} x {job.gpu.name}: {layout.dims}, zero {layout.parallel.zero}"
     yield "resolved    " + "; ".join(f"{key.partition('.')[2]} {choice.value}" for key, choice in plan.choices.items())
-    rows = f"{_count(layout.rows, 'row')} of {job.row_tokens:,} tokens"
+    rows = f"{plural(layout.rows, 'row', ',')} of {job.row_tokens:,} tokens"
     chosen = " (chosen by this plan)" if plan.has_chosen_rows and plan.recommended_rows else ""
-    steps = _count(layout.micro_steps(job), "micro-step")
+    steps = plural(layout.micro_steps(job), "micro-step", ",")
     yield f"batch       {sizes.global_batch_size:,} samples a step: {steps} of {rows} per device{chosen}"
     if plan.largest_rows:
         is_all = plan.largest_rows * layout.dims.dp >= job.step_rows
-        rows = "all rows of a step" if is_all else f"up to {_count(plan.largest_rows, 'row')}"
+        rows = "all rows of a step" if is_all else f"up to {plural(plan.largest_rows, 'row', ',')}"
         recommended = "" if plan.time is None else f"; recommended: {plan.recommended_rows}"
         yield f"            {rows} would fit in a micro-batch{recommended}"
 
@@ -95,7 +96,3 @@ def _duration(hours: float) -> str:
     if hours >= 1:
         return f"{hours:,.1f} hours"
     return f"{60 * hours:.1f} minutes" if hours >= 1 / 60 else f"{3600 * hours:.1f} seconds"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

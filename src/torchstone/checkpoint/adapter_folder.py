@@ -43,6 +43,7 @@ from torchstone.tuning.lora import (
     split_parameter_name,
 )
 from torchstone.tuning.quantize import BaseQuantization
+from torchstone.wording import list_first
 
 CONFIG_FILE, WEIGHTS_FILE, STATE_FILE = "adapter_config.json", "adapter_model.safetensors", "state.json"
 PREFIX = "base_model.model."
@@ -157,15 +158,11 @@ def open_adapter(
     both = sorted(linear for linear in tensors.adapter.linears if f"{linear}.weight" in tensors.saved)
     if both:
         raise CheckpointError(
-            f"{folder}: the adapter has factors and the whole weight of {list_modules(both)}",
+            f"{folder}: the adapter has factors and the whole weight of {list_first(both)}",
             "train it again without them in tuning.lora_targets or without them in tuning.modules_to_save",
         )
     others = (_read_adapter(folder / name, names, shapes, linears, name)[0] for name in frozen)
     return replace(tensors, frozen=tuple(others))
-
-
-def list_modules(modules: Sequence[str], most: int = 4) -> str:
-    return ", ".join(modules[:most]) + (f" and {len(modules) - most} more" if len(modules) > most else "")
 
 
 def _read_sharded(folder: Path, names: WeightNames, adapter_name: str) -> tuple[AdapterTensors, list[str]]:
@@ -245,7 +242,7 @@ def _read_adapter(
     wrong = [name for name, tensor in saved.items() if tuple(tensor.shape) != shapes[name]]
     damaged = [key for key, tensor in file.tensors.items() if not tensor.isfinite().all()]
     if damaged:
-        raise CheckpointError(f"{folder}: {len(damaged)} tensors have NaN or infinite values", list_modules(damaged))
+        raise CheckpointError(f"{folder}: {len(damaged)} tensors have NaN or infinite values", list_first(damaged))
     if unknown or wrong or not factors:
         problem = "has no factors" if not factors else "does not fit the model"
         raise CheckpointError(f"{folder}: the adapter {problem}", list_names(unknown=unknown, shape=wrong) or None)
@@ -263,7 +260,7 @@ def _check_targets(folder: Path, keys: Iterable[str], names: WeightNames, traina
             others[module] = None
     if others:
         raise UsageError(
-            f"{folder}: the adapter has factors of {list_modules(list(others))}, but the blocks of this model have no "
+            f"{folder}: the adapter has factors of {list_first(list(others))}, but the blocks of this model have no "
             "such linears",
             "use the model that it was trained on; if it has factors of the embedding or the head, merge it in PEFT "
             "first (merge_and_unload), or train these with --tuning.modules_to_save",

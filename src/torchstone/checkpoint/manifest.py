@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torchstone import atomic
 from torchstone.errors import CheckpointError
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
+from torchstone.wording import list_first
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -153,9 +154,8 @@ def _check_unlisted(folder: Path, listed: Collection[str]) -> None:
     names = sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*")} - set(listed))
     unlisted = [n for n in names if n.lower().endswith(TENSOR_SUFFIXES) or Path(n).name == ADAPTER_CONFIG]
     if unlisted:
-        more = f" and {len(unlisted) - 8} more" if len(unlisted) > 8 else ""
         raise UnlistedFilesError(
-            f"{folder}: has files that its {MANIFEST} does not list: {', '.join(unlisted[:8])}{more}",
+            f"{folder}: has files that its {MANIFEST} does not list: {list_first(unlisted, 8)}",
             "they were not saved with it and might be loaded: move them away",
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchstone.checkpoint.tensor_files import open_tensor_file, read_slice_into, write_tensors
 from torchstone.errors import CheckpointError
 from torchstone.parallel.local_shards import TensorShard
+from torchstone.wording import list_first
 
 METADATA_KEY = "slices"
 # The kinds of files in a checkpoint of several ranks, such as weights-00003.safetensors.
@@ -65,7 +66,7 @@ class ShardedFiles:
             error = _tiling_error(list(shards.values()))
             if error is not None:
                 raise CheckpointError(
-                    f"{_summarize(paths)}: {name} of shape {list(self.shape(name))} {error}",
+                    f"{list_first(paths)}: {name} of shape {list(self.shape(name))} {error}",
                     "is the file of a rank missing, or from another checkpoint?",
                 )
         self.names = list(self._shards)
@@ -133,7 +134,3 @@ def _tiling_error(shards: Sequence[TensorShard]) -> str | None:
         return "has shards that overlap"
     stored, total = sum(shard.tensor.numel() for shard in shards), math.prod(shape)
     return None if stored == total else f"is incomplete: {stored:,} of {total:,} elements are present"
-
-
-def _summarize(paths: Sequence[Path]) -> str:
-    return ", ".join(map(str, paths[:4])) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

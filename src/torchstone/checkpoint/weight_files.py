@@ -21,6 +21,7 @@ from torchstone.checkpoint.weight_names import StoredTensorSpec, WeightNames
 from torchstone.errors import CheckpointError
 from torchstone.models.decoder import EMBEDDING, HEAD, Decoder
 from torchstone.models.tensors import TensorSource, dtype_name
+from torchstone.wording import list_first
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -168,12 +169,7 @@ def weight_file_paths(folder: Path) -> list[Path]:
 
 def list_names(**names: list[str]) -> str:
     """`missing: a, b and 3 more; unknown: c`"""
-    return "; ".join(
-        f"{kind}: {', '.join(sorted(some)[:MAX_LISTED])}"
-        f"{f' and {len(some) - MAX_LISTED} more' if len(some) > MAX_LISTED else ''}"
-        for kind, some in names.items()
-        if some
-    )
+    return "; ".join(f"{kind}: {list_first(sorted(some), MAX_LISTED)}" for kind, some in names.items() if some)
 
 
 def _indexed_files(folder: Path, index: Path) -> list[Path]:

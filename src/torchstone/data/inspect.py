@@ -21,6 +21,7 @@ from torchstone.data.cache import TokenCache
 from torchstone.data.encode import RowCounts
 from torchstone.data.formats import IGNORE_INDEX, TEXT_FORMATS
 from torchstone.data.tokenize import Tokenizer
+from torchstone.wording import plural
 
 MAX_TOKENS_SHOWN = 400
 MAX_BAD_ROWS_SHOWN = 3
@@ -64,9 +65,9 @@ def inspect_sources(
 def print_report(report: dict[str, Any], write: Callable[[str], Any], use_color: bool) -> None:
     """Text to train on is green and bold, or between ⟦ and ⟧ without colors."""
     for source in report["sources"]:
-        write(f"{escape(source['name'])}: {source['format']}, {_plural(source['files'], 'file')}\n\n")
+        write(f"{escape(source['name'])}: {source['format']}, {plural(source['files'], 'file', ',')}\n\n")
         for number, example in enumerate(source["examples"], start=1):
-            counts = f"{_plural(example['tokens'], 'token')}, {example['trained']:,} trained"
+            counts = f"{plural(example['tokens'], 'token', ',')}, {example['trained']:,} trained"
             write(f"example {number}, {escape(example['origin'])}: {counts}\n")
             write(_marked_text(example["runs"], use_color) + "\n")
         for line in _summary(source, report["context_length"]):
@@ -331,7 +332,7 @@ def _marked_text(runs: list[dict[str, Any]], use_color: bool) -> str:
 
 def _describe_omitted(runs: list[dict[str, Any]]) -> str:
     trained = sum(run["tokens"] for run in runs if run["trained"])
-    return f"{_plural(sum(run['tokens'] for run in runs), 'token')} omitted, {trained:,} of them trained"
+    return f"{plural(sum(run['tokens'] for run in runs), 'token', ',')} omitted, {trained:,} of them trained"
 
 
 def _mark(text: str, is_trained: bool, use_color: bool) -> str:
@@ -351,10 +352,6 @@ def _escape_character(character: str) -> str:
     if character < " ":
         return chr(0x2400 + ord(character))
     return "␡" if character == "\x7f" else character.encode("unicode_escape").decode()
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _summary(source: dict[str, Any], context_length: int) -> Iterator[str]:
@@ -495,7 +492,7 @@ def _html_source(source: dict[str, Any], context_length: int) -> str:
     losses = _context_length_rows(source["context_lengths"], context_length)
     return (
         f"<h2>{_html_escape(source['name'])}</h2>\n"
-        f"<p>{_html_escape(source['format'])}, {_plural(source['files'], 'file')}</p>\n"
+        f"<p>{_html_escape(source['format'])}, {plural(source['files'], 'file', ',')}</p>\n"
         f"{_html_table(_count_table(source))}{lengths}{_html_bars(source['histogram'], context_length)}"
         f"{_html_table([CONTEXT_LENGTH_TITLES, *losses]) if losses else ''}{refused}"
         f"{_html_reasons('Dropped', source['dropped'])}{_html_reasons('Kept', source['notes'])}"
@@ -540,7 +537,7 @@ def _html_example(example: dict[str, Any]) -> str:
         else:
             parts += [_html_run(run) for run in group]
     return (
-        f'<p class="where">{_html_escape(example["origin"])}: {_plural(example["tokens"], "token")}, '
+        f'<p class="where">{_html_escape(example["origin"])}: {plural(example["tokens"], "token", ",")}, '
         f"{example['trained']:,} trained</p>\n<pre>{''.join(parts)}</pre>\n"
     )
 

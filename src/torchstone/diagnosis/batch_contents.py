@@ -17,6 +17,7 @@ from torchstone.data.collate import PADDING_DOC_ID, MicroBatch
 from torchstone.data.formats import IGNORE_INDEX
 from torchstone.data.loader import RunData
 from torchstone.parallel.mesh import ParallelContext
+from torchstone.wording import list_ranks, plural
 
 MAX_SHOWN = 3
 
@@ -113,16 +114,16 @@ class BatchContents:
                 if each.key in ranks:
                     ranks[each.key].add(each.place.rank)
             both = sorted(set().union(*ranks.values()))
-            text = f"{_count(len(repeated), 'document')} of the step are computed more than once, on {_ranks(both)}"
-            return text + (f", and {_count(len(missing), 'document')} not at all" if missing else "")
+            text = f"{plural(len(repeated), 'document')} of the step are computed more than once, on {list_ranks(both)}"
+            return text + (f", and {plural(len(missing), 'document')} not at all" if missing else "")
         if missing:
             text = f"{len(missing)} of the {len(self.expected)} documents of the step are in no micro-batch"
             present = {place.rank for place in self.places if place is not None}
             absent = sorted(set(range(self.ranks)) - present)
-            text += f", and {_ranks(absent)} has none at all" if absent and present else ""
+            text += f", and {list_ranks(absent)} has none at all" if absent and present else ""
             return f"{text} (such as {', '.join(document.origin for document in missing[:MAX_SHOWN])})"
         if self.extra:
-            return f"the micro-batches have {_count(len(self.extra), 'document')} that are not in the step's samples"
+            return f"the micro-batches have {plural(len(self.extra), 'document')} that are not in the step's samples"
         return None
 
     def _wrong_labels(self) -> str | None:
@@ -145,7 +146,7 @@ class BatchContents:
         ]
         if not wrong:
             return None
-        return f"the positions of {_count(len(wrong), 'document')} do not count from 0 (such as {wrong[0].origin})"
+        return f"the positions of {plural(len(wrong), 'document')} do not count from 0 (such as {wrong[0].origin})"
 
     def _pairs(self) -> list[tuple[Document, FoundDocument]]:
         by_place = {each.place: each for each in self.found}
@@ -210,11 +211,3 @@ def read_micro_batches(micro_batches: Sequence[MicroBatch], rank: int) -> tuple[
                 place = DocumentLocation(rank, micro_step, row, int(number))
                 documents.append(FoundDocument(place, ids_BT[row, own], labels_BT[row, own], positions_BT[row, own]))
     return documents, rows
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

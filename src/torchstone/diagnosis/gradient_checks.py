@@ -30,6 +30,7 @@ from torchstone.models.model import FallbackModel
 from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients
+from torchstone.wording import plural
 
 # Of the norm; the sum of squares of a large tensor rounds with the root of its size.
 NORM_LIMIT, NORM_ROUNDING = 1e-4, 2e-7
@@ -228,7 +229,7 @@ def check_reduction(diagnosis: Diagnosis) -> Finding:
         raise SkipCheck("one micro-batch on one rank: nothing is summed")
     with randomized_adapters(run):
         share = max(measure_bf16_shares(diagnosis, run))
-    parts = f"{contents.micro_steps} micro-steps on {contents.ranks} rank{'s' if contents.ranks > 1 else ''}"
+    parts = f"{contents.micro_steps} micro-steps on {plural(contents.ranks, 'rank')}"
     text = f"{share:.1%} of a tensor's values, summed over {parts}, are exact in bf16"
     values, limit = {"share": share, "limit": BF16_SHARE_LIMIT}, f"{BF16_SHARE_LIMIT:.0%}"
     if share <= BF16_SHARE_LIMIT:

@@ -13,6 +13,7 @@ from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients
+from torchstone.wording import plural
 
 # Relative. In fp32 only the order of additions differs.
 EXACT_LIMIT = 1e-5
@@ -20,9 +21,8 @@ EXACT_LIMIT = 1e-5
 
 def check_batch(diagnosis: Diagnosis) -> Finding:
     contents = diagnosis.contents
-    number, ranks = len(contents.expected), contents.ranks
-    where = f"{ranks} ranks" if ranks > 1 else "1 rank"
-    measured = f"{len(contents.found)} of {number} documents, {contents.micro_steps} micro-steps on {where}"
+    number, ranks = len(contents.expected), plural(contents.ranks, "rank")
+    measured = f"{len(contents.found)} of {number} documents, {contents.micro_steps} micro-steps on {ranks}"
     values = {"documents": float(number), "found": float(len(contents.found)), "extra": float(len(contents.extra))}
     if contents.problem is None:
         return Finding("pass", measured, "each once, labels shifted once", values=values)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchstone.errors import NumericalError, OutOfMemoryError, TorchstoneError, WorkerError, first_line
+from torchstone.wording import plural
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 # Bus bandwidth = algorithm bandwidth x factor x (n - 1) / n, as in nccl-tests; for the others they are equal.
@@ -250,7 +251,7 @@ def as_text(report: Report) -> str:
         bandwidths = [f"{x / 1e9:10.3f}" for x in (row.algorithm_bandwidth, row.bus_bandwidth) if x is not None]
         lines.append(f"{row.collective:<16}{format_bytes(row.bytes):>10}{row.seconds * 1e3:12.3f}{''.join(bandwidths)}")
     lines += ["", *(f"wrong: {line}" for line in report.wrong)]
-    ranks = f"{report.ranks} rank{'s' * (report.ranks > 1)} over {report.backend}"
+    ranks = f"{plural(report.ranks, 'rank')} over {report.backend}"
     hosts = f" on {len(set(report.hosts))} machines" if len(set(report.hosts)) > 1 else ""
     return "\n".join([*lines, f"collectives: {'ok' if report.ok else 'failed'}, {ranks}{hosts}"]) + "\n"
 

@@ -22,6 +22,7 @@ from torchstone.doctor.gpu import check_driver, check_gpu_memory, check_gpu_spee
 from torchstone.doctor.kernels import check_kernels
 from torchstone.parallel.mesh import ParallelContext, local_rank
 from torchstone.user_cache import user_cache
+from torchstone.wording import plural
 
 # How long the checks of a machine may take: a GPU compiles kernels, and a broken one may hang.
 SECONDS = 900.0
@@ -131,5 +132,5 @@ def machine_text(machine: Machine, where: str) -> str:
 
 def verdict(machines: Sequence[Machine], errors: Sequence[str]) -> str:
     warnings = sum(machine.count("warn") for machine in machines)
-    counts = [f"{n} {name}{'s' * (n > 1)}" for n, name in ((len(errors), "error"), (warnings, "warning")) if n]
+    counts = [plural(n, name) for n, name in ((len(errors), "error"), (warnings, "warning")) if n]
     return ", ".join([f"\ndoctor: {'failed' if errors else 'ok'}", *counts]) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from torchstone.config.schema import OptimConfig
+from torchstone.wording import plural
 
 
 def lr_at_step(step: int, total_steps: int | None, optim: OptimConfig) -> float:
@@ -24,8 +25,7 @@ def schedule_warnings(total_steps: int | None, optim: OptimConfig) -> list[str]:
         return []
     warmup_steps = resolve_warmup_steps(total_steps, optim)
     if warmup_steps >= max(total_steps, 2):
-        steps = "1 step" if total_steps == 1 else f"{total_steps} steps"
-        return [f"the run ends after {steps}, within its {warmup_steps} steps of warm-up"]
+        return [f"the run ends after {plural(total_steps, 'step')}, within its {warmup_steps} steps of warm-up"]
     if optim.schedule == "wsd" and warmup_steps + resolve_decay_steps(total_steps, optim) > total_steps:
         return [f"the decay starts right after warm-up, because the run has only {total_steps} steps"]
     return []

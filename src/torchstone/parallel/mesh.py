@@ -32,6 +32,7 @@ from torchstone import heartbeat
 from torchstone.config.schema import ParallelConfig
 from torchstone.errors import UsageError, WorkerError
 from torchstone.launch.rendezvous import LOOPBACK, interface_variables
+from torchstone.wording import list_ranks
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 # How long a collective may take: one rank may still read a large model from a slow disk.
@@ -289,7 +290,7 @@ def _agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: tim
                     return str(start["prefix"])
         time.sleep(POLL_SECONDS)
     missing = [other for other in ranks if other != rank and not store.check([f"nonce/{other}"])]
-    names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "some rank"
+    names = list_ranks(missing) if missing else "some rank"
     raise WorkerError(
         f"{names} of {world_size} did not join within {timeout.total_seconds():g} s",
         "check that all ranks were started and can reach this machine; --system.join_timeout sets the limit",

@@ -39,6 +39,7 @@ from torchstone.training.schedule import plan_schedule
 from torchstone.training.step import StepResult, describe_numbers
 from torchstone.training.step_rows import describe_rows, rows_of_step
 from torchstone.training.stop import StopRequest
+from torchstone.wording import list_first
 
 # Losses that a spike is compared with, and the fewest of them.
 WINDOW, MIN_LOSSES = 64, 16
@@ -220,11 +221,10 @@ def _check_loaded_weights(run: Run, step: int, text: str) -> None:
     weights = [(name, parameter.detach(), "") for name, parameter in run.model.named_parameters()]
     names = non_finite_names(run.runner, [each for each in weights if each[1].is_floating_point()])
     if names:
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         folders = " or ".join(str(path) for path in (folder, run.config.tuning.adapter) if path is not None)
         raise NumericalError(
             f"{text}; its update was not applied",
-            f"the weights in {folders} have NaN or infinite values: {', '.join(names[:MAX_NAMES])}{more}; training "
+            f"the weights in {folders} have NaN or infinite values: {list_first(names, MAX_NAMES)}; training "
             "cannot repair them: use another copy of the model",
         )
 

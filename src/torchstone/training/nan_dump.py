@@ -32,6 +32,7 @@ from torchstone.errors import UsageError, first_line
 from torchstone.models.model import Model
 from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.training.run import Run
+from torchstone.wording import list_first
 
 TENSOR_KINDS = ("parameters", "gradients", "model")
 BATCH_KEYS = ("ids", "labels", "positions", "doc_ids")
@@ -119,12 +120,11 @@ def summarize_dump(dump: dict[str, Any]) -> dict[str, Any]:
 def dump_lines(summary: dict[str, Any]) -> list[str]:
     """The summary for people: every tensor that is not finite; the others only if all are finite."""
     bad_names, show_all = summary["bad_gradients"], not any(map(_is_bad, chain(*summary["tensors"].values())))
-    more = f" and {len(bad_names) - MAX_SHOWN} more" if len(bad_names) > MAX_SHOWN else ""
     lines = [
         f"step {summary['step']}, rank {summary['rank']} ({summary['layout']}): loss {summary['loss']}, "
         f"gradient norm {summary['grad_norm']}",
         f"first bad module: {summary['first_bad_module']}",
-        f"bad gradients: {', '.join(bad_names[:MAX_SHOWN]) or 'none'}{more}",
+        f"bad gradients: {list_first(bad_names, MAX_SHOWN) or 'none'}",
         f"rows: {', '.join(f'{origin} ({length} tokens)' for origin, length in summary['rows'])}",
     ]
     if "batch" in summary:

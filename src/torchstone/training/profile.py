@@ -18,6 +18,7 @@ from torchstone.atomic import write_text
 from torchstone.config.schema import parse_steps
 from torchstone.observe.kernel_times import kernel_table, read_trace
 from torchstone.training.run import Callback, Run
+from torchstone.wording import plural
 
 # Steps that compile and warm up.
 SKIPPED_STEPS = 2
@@ -103,7 +104,7 @@ class StepProfiler(Callback):
         folder.mkdir(exist_ok=True)
         trace = folder / f"steps-{first}-{last}.json.gz"
         profiler.export_chrome_trace(str(trace))
-        extras = [f"{count} {what}{'s' * (count > 1)}" for what, count in self._extra.items() if count]
+        extras = [plural(count, what) for what, count in self._extra.items() if count]
         extra = f", with {' and '.join(extras)}" if extras else ""
         table = kernel_table(read_trace(trace), first, last, seconds, extra)
         write_text(trace.with_name(f"steps-{first}-{last}.txt"), f"{table}\n")

@@ -14,6 +14,7 @@ from torchstone.config.schema import CheckpointConfig, Config, TrainingConfig, r
 from torchstone.data.loader import RunData
 from torchstone.errors import DataError
 from torchstone.training.state import Progress
+from torchstone.wording import list_first
 
 DRAWS_PER_CHUNK = 1 << 16
 # Samples that are checked for masked steps before the first step: about a second.
@@ -144,11 +145,10 @@ def check_loss_tokens(config: Config, data: RunData, schedule: TrainingSchedule,
 
 
 def masked_step_error(data: RunData, step: int, samples: np.ndarray) -> DataError:
-    rows = [data.train.origin(int(sample)) for sample in samples[:MAX_ROWS_SHOWN]]
-    more = f" and {len(samples) - len(rows)} more" if len(samples) > len(rows) else ""
+    rows = [data.train.origin(int(sample)) for sample in samples]
     return DataError(
         f"step {step} has no loss tokens: all labels of its {len(samples)} samples are masked "
-        f"({', '.join(rows)}{more})",
+        f"({list_first(rows, MAX_ROWS_SHOWN)})",
         "look at these rows with torchstone inspect-data and leave them out, or use a larger "
         f"--training.global_batch_size than {data.batch_sizes.global_batch_size}",
     )

@@ -10,6 +10,7 @@ from torchstone.data.loader import StepBatch
 from torchstone.data.samples import Samples
 from torchstone.data.split import num_documents
 from torchstone.training.run import Run
+from torchstone.wording import list_first
 
 MAX_ROWS_SHOWN = 5
 # (file:line, tokens)
@@ -39,6 +40,4 @@ def rows_of_micro_batch(run: Run, samples: Samples, indices: np.ndarray, batch: 
 def describe_rows(rows: Sequence[Row]) -> str:
     """The longest ones."""
     longest = sorted(rows, key=lambda row: -row[1])
-    texts = [f"{origin} ({length} tokens)" for origin, length in longest[:MAX_ROWS_SHOWN]]
-    more = f" and {len(rows) - len(texts)} more" if len(rows) > len(texts) else ""
-    return f"{', '.join(texts) or 'only padding'}{more}"
+    return list_first([f"{row} ({length} tokens)" for row, length in longest], MAX_ROWS_SHOWN) or "only padding"
