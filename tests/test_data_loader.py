@@ -363,7 +363,7 @@ class TestRanks:
             f"chat.jsonl: 25.0 % of the samples, each seen {1000 / data.sizes[0]:.2f} times",
             f"text.jsonl: 75.0 % of the samples, each seen {3000 / data.sizes[1]:.2f} times",
         ]
-        sampler = data.sampler(config.training.seed, True)
+        sampler = data.sampler(config)
         for _ in range(5):
             assert (sampler.take(40) < data.sizes[0]).sum() == 10
 

@@ -356,8 +356,8 @@ class TestRunLength:
         # So that counting crosses chunks.
         monkeypatch.setattr(schedule, "DRAWS_PER_CHUNK", 3)
         data = fixed_data([1, 2, 3, 5, 8, 13, 21], 1, **mixture)
-        total = np.cumsum(data.train.lengths[data.sampler(5, shuffle).take(100)])
         config = Config(data=DataConfig(shuffle=shuffle), training=TrainingConfig(max_tokens=tokens, seed=5))
+        total = np.cumsum(data.train.lengths[data.sampler(config).take(100)])
         assert plan_schedule(config, data, Progress()).total_steps == 1 + int(np.argmax(total >= tokens))
 
     @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ class TestMaskedSteps:
             config = Config(data=DataConfig(shuffle=bool(rng.integers(2))), training=training)
             progress = Progress(step=(done := int(rng.integers(3))), samples=done * batch_size)
             plan = plan_schedule(config, data, progress)
-            sampler = data.sampler(seed, config.data.shuffle, progress.samples)
+            sampler = data.sampler(config, progress.samples)
             expected = None
             for step in range(progress.step + 1, (plan.total_steps or 0) + 1):
                 samples = sampler.take(min(batch_size, plan.end(progress)[1] - sampler.consumed_samples))

@@ -124,7 +124,7 @@ class Discovery:
             return math.inf
         data, seconds = replace(run.data), 0.0
         data.set_micro_batch(size * probe.unit, dp)
-        sampler = data.sampler(run.config.training.seed, run.config.data.shuffle)
+        sampler = data.sampler(run.config)
         for _ in range(COMPARED_STEPS):
             samples = sampler.take(data.batch_sizes.global_batch_size)
             for ranks in data.batch_sizes.assign_micro_steps(samples, data.train.lengths, dp):

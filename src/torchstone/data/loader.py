@@ -88,7 +88,9 @@ class RunData:
     counts: RowCounts
     shapes: BatchShapes = field(default_factory=BatchShapes)
 
-    def sampler(self, seed: int, shuffle: bool, consumed_samples: int = 0) -> Sampler:
+    def sampler(self, config: Config, consumed_samples: int = 0) -> Sampler:
+        """Draws the training samples in the order of the run."""
+        seed, shuffle = config.training.seed, config.data.shuffle
         if self.weights:
             return MixedSampler(self.sizes, self.weights, seed, shuffle, consumed_samples)
         return InfiniteSampler(len(self.train), seed, shuffle, consumed_samples)
@@ -124,7 +126,7 @@ class RunData:
         pin_memory: bool = False,
     ) -> Iterator[StepBatch]:
         """Yields the batches of steps after `consumed_samples`. The last may be smaller, to end at `last_sample`."""
-        sampler = self.sampler(config.training.seed, config.data.shuffle, consumed_samples)
+        sampler = self.sampler(config, consumed_samples)
 
         def draws() -> Iterator[tuple[int, np.ndarray]]:
             while last_sample is None or sampler.consumed_samples < last_sample:

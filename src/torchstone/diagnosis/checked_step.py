@@ -47,7 +47,7 @@ def choose_step(run: Run, is_full: bool) -> CheckedStep:
     order = first_labelled(run, number)
     max_tokens = None if is_full else max(MIN_SAMPLE_TOKENS, step_tokens(run) // number)
     data = select_data(data, SelectedSamples(data.train, order, max_tokens), number, rows, dp)
-    indices = data.sampler(run.config.training.seed, run.config.data.shuffle).take(number)
+    indices = data.sampler(run.config).take(number)
     return CheckedStep(indices, data)
 
 
@@ -61,7 +61,7 @@ def first_labelled(run: Run, number: int) -> np.ndarray:
     """`number` samples, in the order of the run, of which half or at least one have labels; of its first epoch."""
     data = run.data
     searched = min(len(data.train), max(number, MAX_SEARCHED_SAMPLES))
-    order = data.sampler(run.config.training.seed, run.config.data.shuffle).take(searched)
+    order = data.sampler(run.config).take(searched)
     has_labels = np.concatenate(([0], np.cumsum(data.train.loss_tokens[order] > 0)))
     counts = has_labels[number:] - has_labels[: len(has_labels) - number]
     if counts.max() == 0:

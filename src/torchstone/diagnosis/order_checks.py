@@ -67,7 +67,7 @@ def check_data_order(diagnosis: Diagnosis) -> Finding:
 
 def _draw(run: Run, consumed: int, count: int) -> np.ndarray:
     """What a run draws after `consumed` samples, taken step by step."""
-    sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, consumed)
+    sampler = run.data.sampler(run.config, consumed)
     step = max(run.data.batch_sizes.global_batch_size, count // MAX_TAKES)
     return np.concatenate([sampler.take(min(step, count - start)) for start in range(0, count, step)])
 

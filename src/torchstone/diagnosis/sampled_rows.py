@@ -110,7 +110,7 @@ def search_sequences(
 
 def sample_step(run: Run) -> tuple[np.ndarray, StepBatch, list[FoundDocument]]:
     """The first samples of the next step, the micro-batches that they become, and the documents of those."""
-    sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, run.progress.samples)
+    sampler = run.data.sampler(run.config, run.progress.samples)
     indices = sampler.take(min(MAX_ROWS, len(run.data.train)))
     ends = np.cumsum(run.data.train.lengths[indices])
     indices = indices[: max(1, int((ends <= MAX_STEP_TOKENS).sum()))]

@@ -133,7 +133,7 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
         "training.mode": None, "training.max_steps": None, "training.max_tokens": None, "training.max_epochs": 1.0,
         "optim.learning_rate": 0.0,
     }  # fmt: skip
-    order = data.sampler(diagnosis.config.training.seed, diagnosis.config.data.shuffle).take(len(samples))
+    order = data.sampler(diagnosis.config).take(len(samples))
     parts, recorder = np.split(order, [size, 2 * size]), StepRecorder()
     expected = [diagnosis.reference.losses(step_documents(data, part)) for part in parts]
     with diagnosis.trial(diagnosis.fp32_run, data, settings) as trial, in_eval_mode(trial):

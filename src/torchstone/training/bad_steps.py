@@ -123,7 +123,7 @@ class Rollbacks:
         # A signal may have come in the meantime.
         run.stop_request, run.nan_reports = self.stop_request, self.nan_reports
         progress = run.progress
-        sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, progress.samples)
+        sampler = run.data.sampler(run.config, progress.samples)
         left_out = sampler.take(self.samples - progress.samples)
         progress.samples += len(left_out)
         progress.skipped_samples += len(left_out)

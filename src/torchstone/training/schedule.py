@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchstone.config.schema import CheckpointConfig, Config, TrainingConfig, resolve_save_minutes
+from torchstone.config.schema import CheckpointConfig, Config, resolve_save_minutes
 from torchstone.data.loader import RunData
 from torchstone.errors import DataError
 from torchstone.training.state import Progress
@@ -91,7 +91,7 @@ class TrainingSchedule:
 
 def plan_schedule(config: Config, data: RunData, progress: Progress) -> TrainingSchedule:
     """Returns the schedule of a run. Finished steps keep the batch size they had, even if it has changed since."""
-    steps, samples = _run_length(config.training, data, config.data.shuffle, progress)
+    steps, samples = _run_length(config, data, progress)
     training, checkpoint = config.training, config.checkpoint
     validation = Interval()
     if data.validation:
@@ -130,7 +130,7 @@ def check_loss_tokens(config: Config, data: RunData, schedule: TrainingSchedule,
     loss_tokens, size = data.train.loss_tokens, schedule.batch_size
     if loss_tokens.all():
         return
-    sampler = data.sampler(config.training.seed, config.data.shuffle, progress.samples)
+    sampler = data.sampler(config, progress.samples)
     end = progress.samples + max(1, MAX_CHECKED_DRAWS // size) * size
     end = end if schedule.total_steps is None else min(end, schedule.end(progress)[1])
     step = progress.step
@@ -154,10 +154,9 @@ def masked_step_error(data: RunData, step: int, samples: np.ndarray) -> DataErro
     )
 
 
-def _run_length(
-    training: TrainingConfig, data: RunData, shuffle: bool, progress: Progress
-) -> tuple[int | None, int | None]:
+def _run_length(config: Config, data: RunData, progress: Progress) -> tuple[int | None, int | None]:
     """The last step, and the last sample if epochs or tokens limit the run."""
+    training = config.training
     if training.mode == "infinite":
         return None, None
     batch_size = data.batch_sizes.global_batch_size
@@ -165,7 +164,7 @@ def _run_length(
     if training.max_tokens is not None:
         # What was left out is drawn besides.
         tokens = training.max_tokens + progress.skipped_tokens
-        needed = max(0, _samples_for_tokens(tokens, data, training.seed, shuffle) - progress.samples)
+        needed = max(0, _samples_for_tokens(tokens, config, data) - progress.samples)
         sample_limits.append(progress.samples + -(-needed // batch_size) * batch_size)
     if training.max_epochs is not None or (training.max_steps is None and not sample_limits):
         samples = max(1, round((training.max_epochs or 1) * len(data.train)))
@@ -177,9 +176,9 @@ def _run_length(
     return min(step_limits), last_sample
 
 
-def _samples_for_tokens(tokens: int, data: RunData, seed: int, shuffle: bool) -> int:
+def _samples_for_tokens(tokens: int, config: Config, data: RunData) -> int:
     """The number of samples to draw for at least `tokens` tokens. Without weights all epochs have the same tokens."""
-    sampler, lengths = data.sampler(seed, shuffle), data.train.lengths
+    sampler, lengths = data.sampler(config), data.train.lengths
     if lengths.min() == lengths.max():
         # Rows of packed text: no need to draw billions of them.
         return -(-tokens // int(lengths[0]))

@@ -19,7 +19,7 @@ Row = tuple[str, int]
 
 def indices_of_step(run: Run, batch: StepBatch) -> np.ndarray:
     """Which training samples are in the batch of a step, over all ranks."""
-    sampler = run.data.sampler(run.config.training.seed, run.config.data.shuffle, batch.first_sample)
+    sampler = run.data.sampler(run.config, batch.first_sample)
     return sampler.take(batch.samples)
 
 
