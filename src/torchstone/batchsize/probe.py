@@ -274,9 +274,7 @@ class RunProbe(Probe):
     def clear(self) -> None:
         if self.run.runner.pipeline is not None:
             self.run.runner.pipeline.forget_schedules()
-        self.run.optimizer.zero_grad(set_to_none=True)
-        for part in self.run.model.model_parts:
-            part.zero_grad(set_to_none=True)
+        self.run.model.clear_gradients()
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:

@@ -24,7 +24,6 @@ from torchstone.diagnosis.hypotheses import Hypothesis, document_weights, list_h
 from torchstone.diagnosis.loss_checks import agreement
 from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.reference import relative
-from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
 from torchstone.parallel.local_shards import TensorShard, local_shards
@@ -63,13 +62,13 @@ def check_gradients(diagnosis: Diagnosis) -> Finding:
     text = f"{len(errors)} tensors agree to {worst.error:.1e} with the definition, their norm to {norm_error:.1e}"
     limits = f"{EXACT_GRADIENT_LIMIT:g}, norm {norm_limit:.0e}"
     if worst.error <= EXACT_GRADIENT_LIMIT and norm_error <= norm_limit:
-        clear_gradients(exact)
+        exact.model.clear_gradients()
         return Finding("pass", text, limits, values=values)
     try:
         cause, source, next_step = _explain(diagnosis, errors)
     except MissingCheck as reason:
         cause, source, next_step = "known mistakes could not be compared", "memory", str(reason)
-    clear_gradients(exact)
+    exact.model.clear_gradients()
     off = sum(each.error > EXACT_GRADIENT_LIMIT for each in errors)
     text = f"{off} of {len(errors)} tensors are off, {worst.name} by {worst.error:.1%}"
     text = text if off else f"the norm of all gradients is off by {norm_error:.1%}"
@@ -189,7 +188,7 @@ def check_frozen(diagnosis: Diagnosis) -> Finding:
         own = dict[str, bool]()
         for shard in gradient_shards(run):
             own[shard.name] = own.get(shard.name, False) or bool((shard.tensor != 0).any())
-        clear_gradients(run)
+        run.model.clear_gradients()
     reached: dict[str, bool] = {}
     for flags in run.ctx.all_gather_object(own):
         for name, flag in flags.items():
@@ -241,7 +240,7 @@ def measure_bf16_shares(diagnosis: Diagnosis, run: Run) -> list[float]:
     """The share of values that bf16 holds exactly, in the tensor where it is smallest: after one micro-step, where
     several ranks are summed, and after all. All ranks must call it."""
     shares, contents, batch = [], diagnosis.contents, diagnosis.batch(run)
-    clear_gradients(run)
+    run.model.clear_gradients()
     if contents.ranks > 1:
         run_micro_batches(run, batch.micro_batches[:1], batch.loss_tokens)
         shares.append(_bf16_share(run))
@@ -258,7 +257,7 @@ def _bf16_share(run: Run) -> float:
         values = shard.tensor[shard.tensor != 0].float()
         exact, total = counts.get(shard.name, (0, 0))
         counts[shard.name] = exact + int((values.bfloat16().float() == values).sum()), total + values.numel()
-    clear_gradients(run)
+    run.model.clear_gradients()
     shares = [
         exact / total
         for own in run.ctx.all_gather_object(counts)

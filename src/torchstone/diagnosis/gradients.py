@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchstone.data.collate import MicroBatch
-from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.optim.clip import to_local
 from torchstone.parallel.local_shards import TensorShard, local_shards
@@ -90,7 +89,7 @@ def take_gradients(run: Run) -> dict[str, Tensor]:
         for name, parameter in run.model.trained_parameters()
         if parameter.grad is not None
     }
-    clear_gradients(run)
+    run.model.clear_gradients()
     return gradients
 
 

@@ -9,7 +9,6 @@ from torchstone.diagnosis.check import Finding
 from torchstone.diagnosis.hypotheses import find_causes, list_hypotheses
 from torchstone.diagnosis.isolation import MASKS, find_leak
 from torchstone.diagnosis.reference import relative
-from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients
@@ -55,7 +54,7 @@ def measure_loss(diagnosis: Diagnosis, run: Run) -> float:
     """The loss of the checked step as a step computes it, without dropout; on the rank where it is most wrong."""
     run.model.train(False)
     loss = compute_gradients(run.runner, diagnosis.batch(run), 1).loss
-    clear_gradients(run)
+    run.model.clear_gradients()
     return worst_of_ranks(diagnosis, loss, diagnosis.loss_sums.loss)
 
 

@@ -29,7 +29,7 @@ def restore_after(run: Run) -> Iterator[None]:
         with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
             yield
     finally:
-        clear_gradients(run)
+        model.clear_gradients()
         run.runner.reshard()
         optimizer.reset_state()
         with torch.no_grad():
@@ -54,9 +54,3 @@ def refresh_copies(run: Run) -> None:
         for master, copy in run.model.master_weights.copies.items():
             if master.requires_grad:
                 copy.copy_(master)
-
-
-def clear_gradients(run: Run) -> None:
-    run.optimizer.zero_grad(set_to_none=True)
-    for part in run.model.model_parts:
-        part.zero_grad(set_to_none=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 from torchstone import heartbeat
 from torchstone.diagnosis.check import Check, Finding, MissingCheck, SkipCheck, Status
-from torchstone.diagnosis.restore import clear_gradients
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.errors import StoppedBySignal, UsageError, WorkerError, first_line
 from torchstone.training.checks import free_device_memory, out_of_memory_reason, ran_out_of_memory
@@ -84,7 +83,7 @@ def run_checks(
             diagnosis.failed[check.name] = worst
         results.append(CheckResult(check, worst, time.perf_counter() - start, rank))
         on_result(results[-1])
-        clear_gradients(diagnosis.run)
+        diagnosis.run.model.clear_gradients()
         if diagnosis.device.type == "cuda":
             free_device_memory(diagnosis.device)
     return results

@@ -161,6 +161,13 @@ class Model(ABC):
         for part in self.model_parts:
             part.train(mode)
 
+    def clear_gradients(self) -> None:
+        """Also of parameters that the optimizer does not have: frozen ones, and copies of master weights."""
+        for part in self.model_parts:
+            part.zero_grad(set_to_none=True)
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+
     def parameter_kinds(self) -> dict[str, str]:
         """Maps parameter names to `embed` or `head`; other parameters are left out. A tied head counts as embedding."""
         return {"tok_embed.weight": "embed", "pos_embed.weight": "embed", "head.weight": "head"}

@@ -33,7 +33,6 @@ from torchstone.observe.console import Console
 from torchstone.training.checks import WHAT_TO_TRY, non_finite_names
 from torchstone.training.nan_report import describe_gradients, report_nan
 from torchstone.training.out_of_memory import set_rng_states
-from torchstone.training.replay import clear_gradients
 from torchstone.training.run import Run
 from torchstone.training.schedule import plan_schedule
 from torchstone.training.step import StepResult, describe_numbers
@@ -190,7 +189,7 @@ def judge_step(run: Run, computed: ComputedStep) -> bool:
     progress.bad_in_a_row += 1
     policy = debug.on_spike if is_spike else debug.on_nan
     text, advice = (_describe_spike(run, computed), LOOK_AT_ROWS) if is_spike else _describe_nan(run, computed)
-    clear_gradients(run.runner)
+    run.model.clear_gradients()
     if not is_spike:
         _check_loaded_weights(run, computed.step, text)
     if policy == "stop":

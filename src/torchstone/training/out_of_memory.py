@@ -87,9 +87,7 @@ class Attempts:
 
     def _clean_up(self) -> None:
         """Frees what the failed attempt has left, and puts the random numbers back to where it began."""
-        for part in self.run.model.model_parts:
-            part.zero_grad(set_to_none=True)
-        self.run.optimizer.zero_grad(set_to_none=True)
+        self.run.model.clear_gradients()
         # Cycles of objects: the loop has turned automatic collections off.
         gc.collect()
         return_freed_memory()

@@ -84,20 +84,13 @@ class Call:
 
 def find_origin(runner: Runner, batch: StepBatch, rng_states: Sequence[Tensor]) -> Origin | None:
     """Repeats a step on all ranks, which must call it together, and leaves its gradients. None if all is finite."""
-    clear_gradients(runner)
+    runner.model.clear_gradients()
     set_rng_states(rng_states, runner.device)
     calls: list[Call] = []
     # Without the early stop, hooks after a module run in recomputation too.
     with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(False), _traced(runner, batch, calls):
         loss = runner.forward_backward(batch.micro_batches, batch.loss_tokens)
     return _first_origin(runner, _own_origin(runner, calls, bool(loss.isfinite())))
-
-
-def clear_gradients(runner: Runner) -> None:
-    for part in runner.model.model_parts:
-        part.zero_grad(set_to_none=True)
-    for _, parameter in runner.model.named_parameters():
-        parameter.grad = None
 
 
 def module_name(model: Model, name: str) -> str:
