@@ -64,7 +64,7 @@ def measure(arm: str, steps: int, flags: dict[str, Any], folder: Path) -> float:
             stack.enter_context(patch.object(step_log, "loss_limit", lambda *_: math.inf))
             stack.enter_context(patch.object(step_log, "judge_step", lambda *_: True))
             stack.enter_context(patch.object(loop, "judge_step", lambda *_: True))
-            stack.enter_context(patch.object(out_of_memory, "get_rng_states", lambda *_: []))
+            stack.enter_context(patch.object(out_of_memory, "get_rng_states", lambda *_: {}))
             stack.enter_context(patch.object(loop, "optimizer_step", unchecked_optimizer_step))
         api.train(None, values, preset="debug")
     return statistics.mean(line["step_s"] for line in read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:])

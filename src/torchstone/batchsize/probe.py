@@ -29,6 +29,7 @@ from torchstone.heartbeat import report_phase
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.model import FallbackModel
 from torchstone.observe.allocator import allocated_bytes, peak_bytes
+from torchstone.rng import fork_rng
 from torchstone.training.checks import (
     free_device_memory,
     free_memory,
@@ -210,15 +211,14 @@ class Probe(ABC):
     def keep_state(self, buffers: Iterable[Tensor]) -> Iterator[None]:
         """Puts back the RNG and these buffers, and frees what steps have left."""
         copies = [(buffer, buffer.clone()) for buffer in buffers]
-        is_cuda = self.device.type == "cuda"
         try:
-            with torch.random.fork_rng([self.device] if is_cuda else []):
+            with fork_rng(self.device):
                 yield
         finally:
             for buffer, value in copies:
                 buffer.copy_(value)
             self.free()
-            if is_cuda:
+            if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
 
 

@@ -22,6 +22,7 @@ from torchstone.models.model import Model
 from torchstone.optim.build import ADAMW_STATE, MUON_STATE, OptimizerState, state_of
 from torchstone.parallel.local_shards import local_shards, unfused_names
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
+from torchstone.rng import set_rng_states
 
 CHECKPOINTS = "checkpoints"
 
@@ -246,9 +247,7 @@ def restore_rng_states(
         return
     states = open_tensor_file(path).tensors
     with name_damaged_file(path, "damaged: not the states of random number generators"):
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], device)
+        set_rng_states(states, device)
 
 
 def _set_aside(damaged: list[Path], warn: Callable[[str], None], ctx: ParallelContext) -> None:

@@ -35,6 +35,7 @@ from torchstone.models.tensors import dtype_name
 from torchstone.observe.console import Console
 from torchstone.parallel.local_shards import TensorShard, is_owner, local_shards
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
+from torchstone.rng import get_rng_states
 from torchstone.tuning.lora import AdapterTensors, is_adapter_parameter, split_parameter_name
 from torchstone.tuning.plan import LoraPlan, OsftPlan
 
@@ -60,7 +61,7 @@ def save_checkpoint(
         optimizer_file = folder / OPTIMIZER_FILE if is_single_process else shard_file(folder, OPTIMIZER, ctx.rank)
         write_shards(optimizer_file, optimizer_shards(optimizer, model))
         rng_file = folder / RNG_FILE if is_single_process else shard_file(folder, RNG, ctx.rank)
-        write_tensors(rng_file, rng_states(model.device))
+        write_tensors(rng_file, get_rng_states(model.device))
         if ctx.is_main:
             save_tokenizer(tokenizer, folder)
             manifest.write_json(folder / STATE_FILE, state | {"layout": str(ctx.dims)})
@@ -208,11 +209,6 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model) -> list[Ten
                     for shard in local_shards(config, name, tensor)
                 ]
     return shards
-
-
-def rng_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
 
 
 def mark_best(root: Path, step: int, loss: float) -> None:

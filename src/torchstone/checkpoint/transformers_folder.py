@@ -27,7 +27,6 @@ from torchstone.models.fallback.module import (
     FallbackModule,
     default_generation_config,
     eval_mode,
-    fork_rng,
     hf_loss_function,
 )
 from torchstone.models.fallback.probing import (
@@ -39,6 +38,7 @@ from torchstone.models.fallback.probing import (
     make_probe_batch,
 )
 from torchstone.models.families import check_sizes
+from torchstone.rng import fork_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,8 @@ import math
 from torchstone.diagnosis.check import Finding
 from torchstone.diagnosis.gradients import compute_step
 from torchstone.diagnosis.session import Diagnosis
+from torchstone.rng import get_rng_states
 from torchstone.training.checks import WHAT_TO_TRY, non_finite_names
-from torchstone.training.out_of_memory import get_rng_states
 from torchstone.training.replay import find_origin
 
 MAX_NAMES = 3

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchstone.optim.clip import to_local
+from torchstone.rng import fork_rng
 from torchstone.training.run import Run
 
 # A copy of the weights stays on the GPU if this many times its size is free, and else on the CPU.
@@ -26,7 +27,7 @@ def restore_after(run: Run) -> Iterator[None]:
     values = [tensor.to(keep_on, copy=True) for tensor in tensors]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
-        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        with fork_rng(run.device):
             yield
     finally:
         model.clear_gradients()

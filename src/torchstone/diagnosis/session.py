@@ -33,6 +33,7 @@ from torchstone.errors import OutOfMemoryError
 from torchstone.models.attention import VARLEN_BACKENDS
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext
+from torchstone.rng import fork_rng
 from torchstone.training.checks import free_device_memory, out_of_memory_reason, ran_out_of_memory
 from torchstone.training.run import Run
 from torchstone.training.schedule import plan_schedule
@@ -173,7 +174,7 @@ class Diagnosis:
 
     def _try_to_build(self, config: Config, ctx: ParallelContext) -> tuple[Run | None, str | None]:
         # `build_run` seeds the random numbers.
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with fork_rng(self.device):
             try:
                 return build_run(config, Console("none"), self.device, ctx), None
             except OutOfMemoryError as error:
@@ -189,8 +190,7 @@ def open_diagnosis(
     config: Config, console: Console, device: torch.device, ctx: ParallelContext, is_full: bool = False
 ) -> Iterator[Diagnosis]:
     """Builds the run of `config`. All ranks must call it."""
-    cuda = [device] if device.type == "cuda" else []
-    with tempfile.TemporaryDirectory(prefix="torchstone-diagnose-") as own, torch.random.fork_rng(cuda):
+    with tempfile.TemporaryDirectory(prefix="torchstone-diagnose-") as own, fork_rng(device):
         # The ranks of a machine write to the folder of the first of them.
         host = socket.gethostname()
         folder = next(Path(each) for name, each in ctx.all_gather_object((host, own)) if name == host)
@@ -264,7 +264,7 @@ def on_first_rank(ctx: ParallelContext, function: Callable[[], T]) -> T:
 
 def draw_rng_sample(device: torch.device) -> tuple[int, ...]:
     """A dropout mask that would be drawn now, on the CPU and on the device. The state of the generators stays."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with fork_rng(device):
         devices = dict.fromkeys((torch.device("cpu"), device))
         masks = [F.dropout(torch.ones(RNG_SAMPLE_SIZE, device=each)) for each in devices]
         return tuple(int(kept) for mask in masks for kept in (mask > 0).tolist())

@@ -18,7 +18,7 @@ of a step before its update.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,9 +30,9 @@ from torchstone.config.schema import DebugConfig
 from torchstone.data.loader import StepBatch
 from torchstone.errors import NumericalError
 from torchstone.observe.console import Console
+from torchstone.rng import set_rng_states
 from torchstone.training.checks import WHAT_TO_TRY, non_finite_names
 from torchstone.training.nan_report import describe_gradients, report_nan
-from torchstone.training.out_of_memory import set_rng_states
 from torchstone.training.run import Run
 from torchstone.training.schedule import plan_schedule
 from torchstone.training.step import StepResult, describe_numbers
@@ -71,7 +71,7 @@ class ComputedStep:
     batch: StepBatch
     result: StepResult
     loss_limit: float
-    rng_states: list[Tensor]
+    rng_states: Mapping[str, Tensor]
 
 
 class RollBack(Exception):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -61,7 +61,7 @@ def copy_gradients(run: Run, bad: Iterable[str]) -> Shards:
 
 
 def write_dump(
-    run: Run, header: dict[str, Any], batch: StepBatch, rng_states: list[Tensor], gradients: Shards
+    run: Run, header: dict[str, Any], batch: StepBatch, rng_states: Mapping[str, Tensor], gradients: Shards
 ) -> list[str]:
     """Writes this rank's files, and returns lines that say where they are, or why there are none."""
     if _limit(run) == 0:
@@ -192,7 +192,7 @@ def _limit(run: Run) -> int:
     return parse_memory(run.config.debug.dump_limit) or 0
 
 
-def _checkpoint(run: Run, bad: Iterable[str], batch: StepBatch, rng_states: list[Tensor]) -> dict[str, Any]:
+def _checkpoint(run: Run, bad: Iterable[str], batch: StepBatch, rng_states: Mapping[str, Tensor]) -> dict[str, Any]:
     weights = _choose(run.model, run.model.named_parameters(), _limit(run) // 2, bad)
     return {
         "version": __version__,
@@ -201,7 +201,7 @@ def _checkpoint(run: Run, bad: Iterable[str], batch: StepBatch, rng_states: list
         "first_sample": batch.first_sample,
         "loss_tokens": batch.loss_tokens,
         "batch": [{key: getattr(each, key).cpu() for key in BATCH_KEYS} for each in batch.micro_batches],
-        "rng_states": rng_states,
+        "rng_states": list(rng_states.values()),
         "model": {name: shard.tensor.detach().cpu().clone() for name, shard in weights.chosen.items()},
         "offsets": weights.offsets,
         "omitted": {"model": weights.omitted},

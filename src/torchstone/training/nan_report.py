@@ -6,7 +6,7 @@ All ranks take part. Each prints the banner in its own log and writes its own fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -102,7 +102,7 @@ class NanReport:
 
 
 def report_nan(
-    run: Run, step: int, batch: StepBatch, result: StepResult, rng_states: list[Tensor]
+    run: Run, step: int, batch: StepBatch, result: StepResult, rng_states: Mapping[str, Tensor]
 ) -> tuple[str, str | None]:
     """Repeats the step, whose weights are still those before it, prints the banner, writes the files, and returns a
     summary, and what to do if the weights tell. Raises NumericalError if this rank cannot repeat it while others may

@@ -15,7 +15,7 @@ A step without such an error pays for a copy of the state of the random numbers:
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,7 @@ from torchstone.data.split import split_micro_batch, split_step_batch
 from torchstone.errors import OutOfMemoryError
 from torchstone.launch.memory_limit import MemoryLimit, read_limit, remove_limit, write_limit
 from torchstone.parallel.runner import Runner
+from torchstone.rng import get_rng_states, set_rng_states
 from torchstone.training.checks import is_repairable, out_of_memory_reason, ran_out_of_memory
 from torchstone.training.malloc import return_freed_memory
 from torchstone.training.memory import describe_fit
@@ -106,17 +107,6 @@ class Attempts:
     def _describe_rows(self, failed: MicroBatch) -> str:
         index = next(index for index, batch in enumerate(self.batch.micro_batches) if batch is failed)
         return describe_rows(rows_of_micro_batch(self.run, self.samples, self.indices(), self.batch, index))
-
-
-def get_rng_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def set_rng_states(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 def training_attempts(run: Run, batch: StepBatch) -> Attempts:

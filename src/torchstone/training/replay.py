@@ -8,7 +8,7 @@ counts. A replay takes about twice the time of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -26,7 +26,7 @@ from torchstone.models.model import Model
 from torchstone.optim.clip import to_local
 from torchstone.parallel.local_shards import unfused_names
 from torchstone.parallel.runner import Runner
-from torchstone.training.out_of_memory import set_rng_states
+from torchstone.rng import set_rng_states
 
 LOSS = "the head or the loss"
 KINDS = ("inputs", "outputs", "output gradients", "input gradients")
@@ -82,7 +82,7 @@ class Call:
     is_finite: dict[str, bool] = field(default_factory=dict)
 
 
-def find_origin(runner: Runner, batch: StepBatch, rng_states: Sequence[Tensor]) -> Origin | None:
+def find_origin(runner: Runner, batch: StepBatch, rng_states: Mapping[str, Tensor]) -> Origin | None:
     """Repeats a step on all ranks, which must call it together, and leaves its gradients. None if all is finite."""
     runner.model.clear_gradients()
     set_rng_states(rng_states, runner.device)

@@ -27,6 +27,7 @@ from torchstone.loss.cross_entropy import IGNORE_INDEX
 from torchstone.models.attention import build_attn_mask
 from torchstone.models.fallback.probing import windows_of
 from torchstone.models.generate import TokenCallback, sample_token
+from torchstone.rng import fork_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -299,10 +300,6 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule, training in modes:
             submodule.training = training
-
-
-def fork_rng(device: torch.device) -> Any:
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def _within(window: int, positions_BT: Tensor) -> Tensor:
