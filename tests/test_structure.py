@@ -20,8 +20,8 @@ MAX_FUNCTION_LINES = 60
 # A module imports only from its own layer and the ones above it in this list.
 LAYERS = [
     {
-        "errors", "atomic", "cpu_cores", "terminal", "heartbeat", "parent_process", "rng", "triton_support",
-        "user_cache", "wording", "__init__",
+        "errors", "atomic", "cpu_cores", "terminal", "heartbeat", "parent_process", "rng", "signals",
+        "triton_support", "user_cache", "wording", "__init__",
     },
     {"config", "launch", "demo.corpus", "demo.builtin"},
     {"data", "models", "loss", "optim", "observe", "hub", "tuning"},

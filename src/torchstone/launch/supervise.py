@@ -22,6 +22,7 @@ from torchstone import heartbeat
 from torchstone.config.schema import SystemConfig
 from torchstone.errors import CheckpointError, DataError, StoppedBySignal, UsageError, WorkerError
 from torchstone.heartbeat import EXIT_INTERRUPTED, Heartbeat, print_at_once, print_line, stop_message
+from torchstone.signals import signal_handlers
 
 # What asks a launch to stop. Workers get these signals as they are, except SIGQUIT, which asks them for their stacks.
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -86,27 +87,19 @@ class Supervisor:
 
     @contextmanager
     def handle_signals(self, ignore_late_signals: bool = False) -> Iterator[None]:
-        """Records stop signals in `signals`. Ignored signals stay ignored (nohup); only a main thread can set handlers.
+        """Records stop signals in `signals`.
 
-        On exit it restores the old handlers. With `ignore_late_signals` they are then ignored instead: when one node
-        has ended, srun sends the others SIGTERM, which must not replace their exit code.
+        `ignore_late_signals`: when one node has ended, srun sends the others SIGTERM, which must not replace their exit
+        code.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
         def handle(number: int, frame: FrameType | None) -> None:
             if not self.signals:
                 self._failed_before_signal = len(self._failed_ranks)
             self.signals.append(signal.Signals(number))
 
-        numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        previous = {number: signal.signal(number, handle) for number in numbers}
-        try:
+        with signal_handlers(SIGNALS, handle, ignore_late_signals):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, signal.SIG_IGN if ignore_late_signals else handler)
 
     def poll(self) -> bool:
         """Whether all workers have exited. After a failure, a hang or a signal it stops them first."""

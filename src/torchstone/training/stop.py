@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchstone import heartbeat
 from torchstone.errors import StoppedBySignal
+from torchstone.signals import signal_handlers
 
 if TYPE_CHECKING:
     from torchstone.parallel.mesh import ParallelContext
@@ -69,13 +69,8 @@ def handle_stop_signals(
 
     Yields a function that raises it again, for code that may have swallowed it, such as the imports of a library.
 
-    Ignored signals stay ignored (nohup). Outside the main thread it does nothing. On exit it restores the previous
-    handlers. With `ignore_late_signals` signals are then ignored instead, so that a late one does not change the exit
-    code.
+    `signal_handlers` sets them. With `ignore_late_signals` a late signal does not change the exit code.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
     stop_request = StopRequest() if request is None else request
 
     def raise_if_stopped() -> None:
@@ -97,14 +92,10 @@ def handle_stop_signals(
             heartbeat.print_at_once(heartbeat.stop_message(stop_request.local_signal, request.step))
         raise_if_stopped()
 
-    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield raise_if_stopped
-    except Exception:
-        # A library may have wrapped StoppedBySignal in an exception of its own.
-        raise_if_stopped()
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_IGN if ignore_late_signals else handler)
+    with signal_handlers(STOP_SIGNALS, handle, ignore_late_signals):
+        try:
+            yield raise_if_stopped
+        except Exception:
+            # A library may have wrapped StoppedBySignal in an exception of its own.
+            raise_if_stopped()
+            raise
