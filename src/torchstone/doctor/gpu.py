@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from torchstone.doctor.check import Finding, failed, gib, ok, skipped, warning
 from torchstone.errors import first_line
-from torchstone.launch.gpus import list_gpus
+from torchstone.launch.gpus import list_gpus, nvml
 from torchstone.observe.mfu import peak_flops
 
 # Of the memory: the context of one process takes less.
@@ -63,18 +61,6 @@ def driver_versions() -> tuple[str, str]:
     with nvml() as library:
         number = library.nvmlSystemGetCudaDriverVersion()
         return str(library.nvmlSystemGetDriverVersion()), f"{number // 1000}.{number % 1000 // 10}"
-
-
-@contextmanager
-def nvml() -> Iterator[Any]:
-    """NVIDIA's management library."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def check_gpu_memory(device: torch.device) -> Finding:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +44,22 @@ def list_gpus() -> list[Gpu]:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with nvml() as library:
+            return [_read_gpu(library, index) for index in range(library.nvmlDeviceGetCount())]
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return []
     except pynvml.NVMLError as error:
         raise _driver_error(error) from None
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """NVIDIA's management library."""
+    import pynvml
+
+    pynvml.nvmlInit()
     try:
-        return [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError as error:
-        raise _driver_error(error) from None
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
 
