@@ -24,7 +24,7 @@ from torchstone.checkpoint.model_folder import (
     fallback_reason,
     read_model_config,
 )
-from torchstone.checkpoint.transformers_folder import empty_fallback, read_hf_config
+from torchstone.checkpoint.transformers_folder import empty_fallback, has_tied_head, read_hf_config
 from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES, WeightNames
 from torchstone.config.schema import Config
 from torchstone.errors import UsageError
@@ -101,8 +101,7 @@ def _native(config: Config, execution: ExecutionOptions, model_type: str, decode
 
 def _fallback(config: Config, folder: Path, reason: str) -> MetaModel:
     hf, precision = empty_fallback(folder, config.model.trust_remote_code), config.training.precision
-    head = hf.get_output_embeddings()
-    is_tied = head is not None and head.weight is hf.get_input_embeddings().weight
+    head, is_tied = hf.get_output_embeddings(), has_tied_head(hf)
     module = nn.ModuleDict({"hf": hf}).to(PARAM_DTYPE[precision])
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     linears = [name for name, each in module.named_modules() if isinstance(each, nn.Linear) and each is not head]

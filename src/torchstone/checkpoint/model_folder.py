@@ -30,6 +30,7 @@ from torchstone.checkpoint.tensor_files import read_shapes
 from torchstone.checkpoint.transformers_folder import (
     check_fallback_folder,
     empty_fallback,
+    has_tied_head,
     load_fallback,
     read_hf_config,
 )
@@ -312,7 +313,6 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
     shapes = {f"hf.{name}": tuple(parameter.shape) for name, parameter in hf.named_parameters()}
     stored = {name: file.tensors[name] for name, file in open_tensors(folder).items()}
     values = fingerprint(InMemoryTensors(stored), {name: tuple(tensor.shape) for name, tensor in stored.items()})
-    is_tied = head is not None and head.weight is hf.get_input_embeddings().weight
     tensors = {f"hf.{name}": tensor for name, tensor in stored.items()}
     # As in Transformers, the names in files may lack the prefix of the model without its head.
     prefix = f"hf.{hf.base_model_prefix}."
@@ -324,8 +324,9 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
         for name, module in modules.items()
         if type(module) is not nn.Linear or f"{name}.weight" not in tensors
     }
-    linears = list(modules)
-    return BaseModelInfo(FALLBACK_NAMES, shapes, linears, is_tied, values, InMemoryTensors(tensors), not_for_osft)
+    return BaseModelInfo(
+        FALLBACK_NAMES, shapes, list(modules), has_tied_head(hf), values, InMemoryTensors(tensors), not_for_osft
+    )
 
 
 def open_weights(

@@ -114,6 +114,11 @@ def empty_fallback(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
+def has_tied_head(hf: PreTrainedModel) -> bool:
+    head = hf.get_output_embeddings()
+    return head is not None and head.weight is hf.get_input_embeddings().weight
+
+
 def save_fallback(module: FallbackModule, generation_config: bytes | None, folder: Path, rank: int = 0) -> None:
     """Saves a folder that Transformers loads back bit for bit, with the model's own code, if any.
 
