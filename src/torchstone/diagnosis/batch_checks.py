@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchstone.data.formats import IGNORE_INDEX, TEXT_FORMATS
 from torchstone.diagnosis.batch_contents import Document
-from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.check import Finding, SkipCheck, Status
 from torchstone.diagnosis.sampled_rows import (
     MAX_WRONG,
     inspect_command,
@@ -65,7 +64,7 @@ def check_label_shift(diagnosis: Diagnosis) -> Finding:
         return finding
     origin = wrong[0].origin
     next_step = f"write one label per id: the same id, or -100 to mask it; {inspect_command(run, origin)}"
-    return replace(finding, status="fail", cause=cause, source=f"labels of {origin}", next_step=next_step)
+    return finding.with_cause(cause, f"labels of {origin}", next_step)
 
 
 def check_padding(diagnosis: Diagnosis) -> Finding:
@@ -87,12 +86,10 @@ def check_padding(diagnosis: Diagnosis) -> Finding:
     )
     if len(padded) <= MAX_WRONG * rows:
         return finding
-    return replace(
-        finding,
-        status="fail",
-        cause="input_ids end with padding whose labels are not -100: the model learns to write padding",
-        source=f"input_ids of {padded[0]}",
-        next_step="leave the padding out of input_ids (micro-batches are padded later), or give it labels of -100; "
+    return finding.with_cause(
+        "input_ids end with padding whose labels are not -100: the model learns to write padding",
+        f"input_ids of {padded[0]}",
+        "leave the padding out of input_ids (micro-batches are padded later), or give it labels of -100; "
         + inspect_command(run, padded[0]),
     )
 
@@ -113,17 +110,19 @@ def check_loss_tokens(diagnosis: Diagnosis) -> Finding:
         limit=f"at least {MIN_TRAINED:.1%}; at most {MAX_UNTRAINED:.0%} of the samples",
         values={"share": share, "untrained": untrained},
     )
-    failure = replace(finding, status="fail", source=f"labels of {example}", next_step=inspect_command(run, example))
+    status: Status = "fail"
     if not labels:
-        return replace(failure, cause=f"all labels of the next step ({len(indices)} samples) are -100")
-    if set(run.data.formats) <= set(TEXT_FORMATS) and share < MIN_TRAINED_TEXT:
-        return replace(failure, cause="labels of -100 mask text, all of which should be trained")
-    if untrained > MAX_UNTRAINED:
+        cause = f"all labels of the next step ({len(indices)} samples) are -100"
+    elif set(run.data.formats) <= set(TEXT_FORMATS) and share < MIN_TRAINED_TEXT:
+        cause = "labels of -100 mask text, all of which should be trained"
+    elif untrained > MAX_UNTRAINED:
         cause = "samples without a trained token take time, and nothing is learned from them"
-        return replace(failure, status="fail" if untrained > MANY_UNTRAINED else "warn", cause=cause)
-    if share < MIN_TRAINED:
-        return replace(failure, status="warn", cause="nearly all tokens are context, so a step learns from few tokens")
-    return finding
+        status = "fail" if untrained > MANY_UNTRAINED else "warn"
+    elif share < MIN_TRAINED:
+        cause, status = "nearly all tokens are context, so a step learns from few tokens", "warn"
+    else:
+        return finding
+    return finding.with_cause(cause, f"labels of {example}", inspect_command(run, example), status)
 
 
 def _wrong_labels(row: Document) -> np.ndarray:

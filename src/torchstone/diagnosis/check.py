@@ -7,7 +7,7 @@ not share the code in question: the definition written out in a few lines, Trans
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Finding:
     values: dict[str, float] = field(default_factory=dict)
     # Of a skipped check: it applies to the run, but there is no memory for it.
     is_missing: bool = False
+
+    def with_cause(self, cause: str, source: str, next_step: str, status: Status = "fail") -> Finding:
+        """The same measurement, but not passed."""
+        return replace(self, status=status, cause=cause, source=source, next_step=next_step)
 
 
 @dataclass(frozen=True)

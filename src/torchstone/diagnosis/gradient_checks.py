@@ -145,16 +145,16 @@ def check_replicas(diagnosis: Diagnosis) -> Finding:
     is_right = max(gradients[0], weights[0]) <= REPLICA_LIMIT
     text = f"gradients of ranks with the same shard {agreement(is_right, gradients[0])}, weights after a step "
     text += agreement(is_right, weights[0])
+    finding = Finding("pass", text, f"{REPLICA_LIMIT:g}", values=values)
     if is_right:
-        return Finding("pass", text, f"{REPLICA_LIMIT:g}", values=values)
+        return finding
     what, (_, name, ranks) = ("gradient", gradients) if gradients[0] > REPLICA_LIMIT else ("weight", weights)
-    return Finding(
-        "fail", text, f"{REPLICA_LIMIT:g}",
+    return finding.with_cause(
         f"ranks {ranks} hold the same shard of {name}, but not the same {what}: it is not reduced over them, so they "
         "train different models",
         "parallel/fsdp.py: set_fsdp_sync (data-parallel ranks), parallel/tensor_parallel.py (tp ranks)",
-        f"all-reduce the gradient of {name} over these ranks", values,
-    )  # fmt: skip
+        f"all-reduce the gradient of {name} over these ranks",
+    )
 
 
 def _largest_gap(run: Run, shards: Iterable[TensorShard]) -> tuple[float, str, str]:
@@ -196,26 +196,23 @@ def check_frozen(diagnosis: Diagnosis) -> Finding:
     off = list(dict.fromkeys(name for names in run.ctx.all_gather_object(off) for name in names))
     without = [name for name, flag in reached.items() if not flag]
     values = {"trained": float(len(reached)), "frozen": float(len(off)), "without_gradient": float(len(without))}
-    text, limit = f"{len(reached) - len(without)} of {len(reached) + len(off)} trained tensors get a gradient", "all"
+    text = f"{len(reached) - len(without)} of {len(reached) + len(off)} trained tensors get a gradient"
+    finding = Finding("pass", text, "all", values=values)
     if not off and not without:
-        return Finding("pass", text, limit, values=values)
+        return finding
     names = ", ".join((off or without)[:MAX_SHOWN])
     if off:
         cause = f"requires_grad is off: {names}"
         source = "the code that builds or freezes the model (tuning/plan.py: freeze)"
     elif len(without) == len(reached):
-        cause, source = (
-            "no gradient is there at the end of a step",
-            "parallel/fsdp.py: set_fsdp_sync, the backward pass",
-        )
+        cause = "no gradient is there at the end of a step"
+        source = "parallel/fsdp.py: set_fsdp_sync, the backward pass"
     else:
         cause = f"the loss does not depend on {names}: something between them and the loss is detached or unused"
         source = f"the module of {without[0]}"
     # A model of Transformers may have parameters that a text does not use, such as those of an expert or of images.
     status: Status = "warn" if isinstance(run.model, FallbackModel) and not off else "fail"
-    return Finding(
-        status, text, limit, cause, source, "let it train, or freeze it on purpose with tuning.method", values
-    )
+    return finding.with_cause(cause, source, "let it train, or freeze it on purpose with tuning.method", status)
 
 
 def check_reduction(diagnosis: Diagnosis) -> Finding:
@@ -230,10 +227,9 @@ def check_reduction(diagnosis: Diagnosis) -> Finding:
         share = max(measure_bf16_shares(diagnosis, run))
     parts = f"{contents.micro_steps} micro-steps on {plural(contents.ranks, 'rank')}"
     text = f"{share:.1%} of a tensor's values, summed over {parts}, are exact in bf16"
-    values, limit = {"share": share, "limit": BF16_SHARE_LIMIT}, f"{BF16_SHARE_LIMIT:.0%}"
-    if share <= BF16_SHARE_LIMIT:
-        return Finding("pass", text, limit, values=values)
-    return Finding("fail", text, limit, *IN_BF16, values)
+    values = {"share": share, "limit": BF16_SHARE_LIMIT}
+    finding = Finding("pass", text, f"{BF16_SHARE_LIMIT:.0%}", values=values)
+    return finding if share <= BF16_SHARE_LIMIT else finding.with_cause(*IN_BF16)
 
 
 def measure_bf16_shares(diagnosis: Diagnosis, run: Run) -> list[float]:

@@ -69,18 +69,16 @@ def check_mixed_precision(diagnosis: Diagnosis) -> Finding:
     limit, gradient_limit = PRECISION_LIMITS[precision], PRECISION_GRADIENT_LIMITS[precision]
     values = {"loss": loss, "expected": right, "error": error, "gradient_error": distance, "limit": limit}
     text = f"in {precision} the loss is off by {error:.1e}, the gradient by {distance:.1%}"
-    limits = f"{limit:g}, gradient {gradient_limit:.0%}"
+    finding = Finding("pass", text, f"{limit:g}, gradient {gradient_limit:.0%}", values=values)
     if error <= limit and distance <= gradient_limit:
-        return Finding("pass", text, limits, values=values)
+        return finding
     status: Status = "fail" if not (error <= 10 * limit and distance <= 1) else "warn"
     culprit, keys, change = str(precision), "training.precision", "--training.precision fp32"
     if run.model.choices["model.compile"].value != "none":
         culprit, keys = f"{culprit} or the compiled code", f"{keys}, model.compile"
         change += " and --model.compile none, one at a time"
-    return Finding(
-        status, text, limits, f"in fp32 the same layout is exact (see loss), so it is {culprit}", keys, f"try {change}",
-        values,
-    )  # fmt: skip
+    cause = f"in fp32 the same layout is exact (see loss), so it is {culprit}"
+    return finding.with_cause(cause, keys, f"try {change}", status)
 
 
 def check_fused_loss(diagnosis: Diagnosis) -> Finding:
@@ -110,15 +108,16 @@ def check_fused_loss(diagnosis: Diagnosis) -> Finding:
         is_right = error <= limit and distance <= max(limit, EXACT_GRADIENT_LIMIT)
         texts.append(f"{name} and plain loss {agreement(is_right, error)}, gradients {agreement(is_right, distance)}")
         failed += [] if is_right else [name]
-    limits, text = ", ".join(f"{name} {limit:g}" for name, (_, limit) in losses.items()), "; ".join(texts)
+    limits = ", ".join(f"{name} {limit:g}" for name, (_, limit) in losses.items())
+    finding = Finding("pass", "; ".join(texts), limits, values=values)
     if not failed:
-        return Finding("pass", text, limits, values=values)
+        return finding
     is_ours = failed[0] == "chunked"
-    return Finding(
-        "fail", text, limits, f"the {failed[0]} loss does not compute the cross-entropy of the logits",
+    return finding.with_cause(
+        f"the {failed[0]} loss does not compute the cross-entropy of the logits",
         "loss/chunked.py" if is_ours else "loss/fused.py, the package liger-kernel",
-        "use --model.loss full" if is_ours else "leave out model.liger loss", values,
-    )  # fmt: skip
+        "use --model.loss full" if is_ours else "leave out model.liger loss",
+    )
 
 
 def _distance(gradient: Tensor, expected: Tensor) -> float:
@@ -164,16 +163,17 @@ def check_attention_kernel(diagnosis: Diagnosis) -> Finding:
     values = {"loss": losses[0], "eager_loss": losses[1], "error": error, "gradient_error": worst.error}
     is_right = error <= limit and worst.error <= gradient_limit
     text = f"losses with {kernel} and eager {agreement(is_right, error)}, gradients {agreement(is_right, worst.error)}"
-    limits = f"{limit:g}, gradients {gradient_limit:g}"
+    finding = Finding("pass", text, f"{limit:g}, gradients {gradient_limit:g}", values=values)
     if is_right:
-        return Finding("pass", text, limits, values=values)
+        return finding
     # In bf16 large attention scores alone may be off by more than the limit.
     is_close = precision != "fp32" and max(error / limit, worst.error / gradient_limit) <= FAILS_AT
-    return Finding(
-        "warn" if is_close else "fail", text, limits,
+    return finding.with_cause(
         f"the attention kernel {kernel} computes something else than eager attention: {worst.name} is off most",
-        "model.attention; models/attention.py", "use --model.attention eager or sdpa, and report the versions", values,
-    )  # fmt: skip
+        "model.attention; models/attention.py",
+        "use --model.attention eager or sdpa, and report the versions",
+        status="warn" if is_close else "fail",
+    )
 
 
 @contextmanager

@@ -84,12 +84,11 @@ def check_learning_rate(diagnosis: Diagnosis) -> Finding:
         tried = min(divergence, LAST_RATE)
         if configured > TOO_SMALL * tried:
             return finding
-        return replace(
-            finding,
+        return finding.with_cause(
+            f"weights hardly move: the loss does not diverge below {tried / configured:.0e} times this rate",
+            "optim.learning_rate",
+            f"try --optim.learning_rate {tried / 30:.0e}",
             status="warn",
-            cause=f"weights hardly move: the loss does not diverge below {tried / configured:.0e} times this rate",
-            source="optim.learning_rate",
-            next_step=f"try --optim.learning_rate {tried / 30:.0e}",
         )
     losses = train_at(diagnosis, lambda _: configured, DIRECT_STEPS)
     is_bad = not losses[-1] < losses[0]
@@ -175,24 +174,25 @@ def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
     if diagnosis.run.model.tuning is not None and not goal.is_reached(losses):
         # Adapters of a few linears may not have what it takes to go further.
         goal = replace(goal, loss=math.inf, share=ADAPTER_SHARE)
+    finding = Finding("pass", text, goal.limit, values=values)
     if goal.is_reached(losses):
-        return Finding("pass", text, goal.limit, values=values)
+        return finding
     if is_late:
-        return Finding(
-            "warn", text, goal.limit, f"{MAX_SECONDS:g} s were not enough", "the speed of this device",
-            "--full has no limit of time", values,
-        )  # fmt: skip
+        cause = f"{MAX_SECONDS:g} s were not enough"
+        return finding.with_cause(cause, "the speed of this device", "--full has no limit of time", "warn")
     cause = _why_not_learned(losses)
     if lowest is None and cause == NOT_BY_HEART:
         raise SkipCheck(f"{text}; what the frozen parts of this model allow is not known")
     # A loss that has halved may need more steps than there are here.
     is_partial = cause == NOT_BY_HEART and losses[-1] <= losses[0] / 2
-    return Finding(
-        "warn" if is_partial else "fail", text, goal.limit, cause,
+    return finding.with_cause(
+        cause,
         "the backward pass and the optimizer; tuning.method decides what is trained",
-        "if gradients, frozen and dtypes pass, --full takes more steps" if is_partial
-        else "look at gradients, frozen and dtypes first, then at optim.*", values,
-    )  # fmt: skip
+        "if gradients, frozen and dtypes pass, --full takes more steps"
+        if is_partial
+        else "look at gradients, frozen and dtypes first, then at optim.*",
+        status="warn" if is_partial else "fail",
+    )
 
 
 def memorizing_rates(divergence: float) -> list[float]:

@@ -23,13 +23,14 @@ def check_batch(diagnosis: Diagnosis) -> Finding:
     number, ranks = len(contents.expected), plural(contents.ranks, "rank")
     measured = f"{len(contents.found)} of {number} documents, {contents.micro_steps} micro-steps on {ranks}"
     values = {"documents": float(number), "found": float(len(contents.found)), "extra": float(len(contents.extra))}
+    finding = Finding("pass", measured, "each once, labels shifted once", values=values)
     if contents.problem is None:
-        return Finding("pass", measured, "each once, labels shifted once", values=values)
-    return Finding(
-        "fail", measured, "each once, labels shifted once", contents.problem,
+        return finding
+    return finding.with_cause(
+        contents.problem,
         "data/loader.py: RunData.step_batch, data/collate.py",
-        "print the micro-batches of each rank (RunData.batches), and compare them with the sampler's rows", values,
-    )  # fmt: skip
+        "print the micro-batches of each rank (RunData.batches), and compare them with the sampler's rows",
+    )
 
 
 def check_loss(diagnosis: Diagnosis) -> Finding:

@@ -9,7 +9,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -79,12 +78,11 @@ def check_loss_mask(diagnosis: Diagnosis) -> Finding:
     else:
         cause = f"{cause}: it" if cause else "the mask"
         cause += f" trains on what the chat template writes {_describe_template(run, row)}"
-    return replace(
-        finding,
+    return finding.with_cause(
+        cause,
+        f"{row.row.origin} (data.train_on {run.config.data.train_on})",
+        inspect_command(run, row.row.origin),
         status="fail" if max(shares) > MAX_WRONG else "warn",
-        cause=cause,
-        source=f"{row.row.origin} (data.train_on {run.config.data.train_on})",
-        next_step=inspect_command(run, row.row.origin),
     )
 
 
@@ -186,13 +184,12 @@ def check_end_of_turn(diagnosis: Diagnosis) -> Finding:
     advice = "unmask it in labels; "
     if is_template and kind != "earlier":
         advice = "let the chat template write the end token with the answer, not with the message after it; "
-    return replace(
-        finding,
+    return finding.with_cause(
+        f"{cause}: the model never learns to stop",
+        f"{template_name(run)} ({row.origin})" if is_template else row.origin,
+        advice + inspect_command(run, row.origin),
         # Labels are the choice of whoever wrote them, unless it is the known accident.
         status="warn" if row.row_format == "tokens" and not is_pad else "fail",
-        cause=f"{cause}: the model never learns to stop",
-        source=f"{template_name(run)} ({row.origin})" if is_template else row.origin,
-        next_step=advice + inspect_command(run, row.origin),
     )
 
 
@@ -269,7 +266,7 @@ def check_stop_tokens(diagnosis: Diagnosis) -> Finding:
         cause += "; it is a special token, but tokenizer_config.json does not name it"
     next_step += inspect_command(run, row.origin)
     source = f"{run.tokenizer.path}, {template_name(run)}"
-    return replace(finding, status="fail", cause=cause, source=source, next_step=next_step)
+    return finding.with_cause(cause, source, next_step)
 
 
 def _saved_stop_ids(run: Run) -> set[int]:
@@ -315,9 +312,7 @@ def check_prompt_boundary(diagnosis: Diagnosis) -> Finding:
     if not is_text:
         advice = "let the chat template write the last space of the generation prompt as a part of the answer; "
     source = row.origin if is_text else f"{template_name(run)} ({row.origin})"
-    return replace(
-        finding, status="warn", cause=cause, source=source, next_step=advice + inspect_command(run, row.origin)
-    )
+    return finding.with_cause(cause, source, advice + inspect_command(run, row.origin), "warn")
 
 
 def template_name(run: Run) -> str:
@@ -353,14 +348,13 @@ def check_thinking(diagnosis: Diagnosis) -> Finding:
     if not empty:
         return finding
     writes_it = "think>" in str(run.tokenizer.hf.chat_template or "")
-    return replace(
-        finding,
-        status="warn",
-        cause="the model learns to answer without reasoning"
+    return finding.with_cause(
+        "the model learns to answer without reasoning"
         + (": the chat template writes an empty block if a message has no reasoning" if writes_it else ""),
-        source=f"{template_name(run)} ({empty[0]})" if writes_it else empty[0],
-        next_step="give the messages reasoning_content, use a chat template without the block, or leave it so if the "
+        f"{template_name(run)} ({empty[0]})" if writes_it else empty[0],
+        "give the messages reasoning_content, use a chat template without the block, or leave it so if the "
         f"model should not reason; {inspect_command(run, empty[0])}",
+        status="warn",
     )
 
 
@@ -401,13 +395,12 @@ def check_pretokenized_mask(diagnosis: Diagnosis) -> Finding:
     if 2 * len(masked) <= rows:
         return finding
     prompts = f", and in {prompts_trained} rows tokens before it are trained" if prompts_trained else ""
-    return replace(
-        finding,
-        status="warn",
-        cause=f"in {len(masked)} rows the first token of every answer is masked{prompts}: the mask may be inverted or "
+    return finding.with_cause(
+        f"in {len(masked)} rows the first token of every answer is masked{prompts}: the mask may be inverted or "
         "shifted",
-        source=f"labels of {masked[0]}",
-        next_step=f"see which tokens are trained: {inspect_command(run, masked[0])}",
+        f"labels of {masked[0]}",
+        f"see which tokens are trained: {inspect_command(run, masked[0])}",
+        status="warn",
     )
 
 

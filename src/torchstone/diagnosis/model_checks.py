@@ -50,8 +50,9 @@ def check_evaluation(diagnosis: Diagnosis) -> Finding:
     values = {"loss": losses[0], "again": losses[1], "expected": right, "error": error, "limit": EXACT_LIMIT}
     batches = -(-len(held_out) // size)
     text = f"loss of {batches} batches {losses[0]:.6f} and again {losses[1]:.6f}, expected {right:.6f}"
+    finding = Finding("pass", text, f"{EXACT_LIMIT:g}", values=values)
     if max(repeat, error) <= EXACT_LIMIT:
-        return Finding("pass", text, f"{EXACT_LIMIT:g}", values=values)
+        return finding
     source = "training/loop.py: validate, training/step.py: validation_loss, models/model.py: Model.train"
     if repeat > EXACT_LIMIT:
         cause, next_step = "dropout stays on while the model is evaluated", "call model.train(False) before validation"
@@ -59,7 +60,7 @@ def check_evaluation(diagnosis: Diagnosis) -> Finding:
         diagnosis.require("loss")
         cause = "the validation loss is not the sum over all validation rows divided by their loss tokens"
         next_step = "compare its batches with the rows of data.validation_path or data.validation_split"
-    return Finding("fail", text, f"{EXACT_LIMIT:g}", cause, source, next_step, values)
+    return finding.with_cause(cause, source, next_step)
 
 
 def check_documents(diagnosis: Diagnosis) -> Finding:
@@ -75,16 +76,15 @@ def check_documents(diagnosis: Diagnosis) -> Finding:
         f"a document's loss changes by {others if len(documents) > 1 else ''}{leak.from_future:.1e} when its later "
         f"tokens change, {leak.from_itself:.1e} when its first token changes"
     )
+    finding = Finding("pass", text, f"{LEAK_LIMIT:g}", values=values)
     if not leak.is_large:
-        return Finding("pass", text, f"{LEAK_LIMIT:g}", values=values)
+        return finding
     cause = leak.describe(run)
     if diagnosis.is_loss_explained and diagnosis.failed["loss"].cause != cause:
         # Such as labels that are shifted across documents.
         diagnosis.require("loss")
-    return Finding(
-        "fail", text, f"{LEAK_LIMIT:g}", cause, MASKS,
-        "see whether it passes with --data.packing false, and with --model.attention eager", values,
-    )  # fmt: skip
+    next_step = "see whether it passes with --data.packing false, and with --model.attention eager"
+    return finding.with_cause(cause, MASKS, next_step)
 
 
 def check_saved_model(diagnosis: Diagnosis) -> Finding:
@@ -116,13 +116,14 @@ def check_saved_model(diagnosis: Diagnosis) -> Finding:
     error, limit = relative(again, loss), EXACT_LIMIT if exact.model.tuning is None else MERGE_LIMIT
     values = {"loss": loss, "reloaded_loss": again, "error": error, "limit": limit, "different": float(len(different))}
     text = f"after a step: loss {loss:.6f}, saved and loaded again {again:.6f}"
+    finding = Finding("pass", text, f"{limit:g}", values=values)
     if error <= limit and not different:
-        return Finding("pass", text, f"{limit:g}", values=values)
-    cause = _why_lost(exact.model, reloaded, different)
-    return Finding(
-        "fail", text, f"{limit:g}", cause, "checkpoint/save.py: save_model, checkpoint/weight_names.py",
-        "do not train before this is repaired: what you save is not what you train", values,
-    )  # fmt: skip
+        return finding
+    return finding.with_cause(
+        _why_lost(exact.model, reloaded, different),
+        "checkpoint/save.py: save_model, checkpoint/weight_names.py",
+        "do not train before this is repaired: what you save is not what you train",
+    )
 
 
 def take_step(diagnosis: Diagnosis, learning_rate: float) -> None:

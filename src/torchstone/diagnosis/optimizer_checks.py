@@ -302,18 +302,20 @@ def check_swallowed_updates(diagnosis: Diagnosis) -> Finding:
     share, limit = swallowed / max(1.0, total), SWALLOWED_LIMITS.get(dtype, 0.5)
     values = {"share": share, "limit": limit}
     text = f"{share:.1%} of the updates at learning rate {optim.learning_rate:g} do not change their weight"
+    finding = Finding("pass", text, f"{limit:.0%}", values=values)
     if share <= limit:
-        return Finding("pass", text, f"{limit:.0%}", values=values)
+        return finding
     if share == 1.0 and dtype == torch.float32 and optim.learning_rate > MIN_LEARNING_RATE:
-        return Finding(
-            "fail", text, f"{limit:.0%}", "no weight changes at all: the optimizer's update is not applied",
-            "optim/adamw.py, training/step.py: optimizer_step", "see whether the optimizer has the model's parameters",
-            values,
-        )  # fmt: skip
-    return Finding(
-        "fail" if share > MOST_SWALLOWED else "warn", text, f"{limit:.0%}",
+        return finding.with_cause(
+            "no weight changes at all: the optimizer's update is not applied",
+            "optim/adamw.py, training/step.py: optimizer_step",
+            "see whether the optimizer has the model's parameters",
+        )
+    return finding.with_cause(
         f"the updates are smaller than half the distance of neighboring {dtype_name(dtype)} numbers, and rounded away",
         "training.precision, optim.learning_rate",
-        "use --training.precision bf16, which keeps fp32 master weights" if dtype == torch.bfloat16
-        else "use a larger --optim.learning_rate", values,
-    )  # fmt: skip
+        "use --training.precision bf16, which keeps fp32 master weights"
+        if dtype == torch.bfloat16
+        else "use a larger --optim.learning_rate",
+        status="fail" if share > MOST_SWALLOWED else "warn",
+    )

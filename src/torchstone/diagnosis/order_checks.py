@@ -7,7 +7,6 @@ It counts what the sampler of the run draws, without a model, and knows nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +61,7 @@ def check_data_order(diagnosis: Diagnosis) -> Finding:
     if cause is None:
         return finding
     source = "data/sampler.py, data/samples.py"
-    return replace(finding, status="fail", cause=cause, source=source, next_step=look_for_change(source))
+    return finding.with_cause(cause, source, look_for_change(source))
 
 
 def _draw(run: Run, consumed: int, count: int) -> np.ndarray:

@@ -19,18 +19,18 @@ def check_random_numbers(diagnosis: Diagnosis) -> Finding:
     different = len(set().union(*by_rows.values()))
     values = {"data_parallel_ranks": float(len(by_rows)), "different_masks": float(different)}
     text = f"{different} different dropout masks on {len(by_rows)} data-parallel ranks"
-    limit = "one for each"
+    finding = Finding("pass", text, "one for each", values=values)
     if differing:
-        return Finding(
-            "fail", text, limit,
+        return finding.with_cause(
             f"ranks with the same rows (data-parallel rank {differing[0]}) draw different random numbers: their shards "
             "of one model get different dropout masks",
-            "training/setup.py: build_run", "seed ranks by their data-parallel rank alone", values,
-        )  # fmt: skip
+            "training/setup.py: build_run",
+            "seed ranks by their data-parallel rank alone",
+        )
     if different < len(by_rows):
-        return Finding(
-            "fail", text, limit,
+        return finding.with_cause(
             "data-parallel ranks draw the same random numbers, and so the same dropout masks: they share a seed",
-            "training.seed; training/setup.py: build_run", "add the data-parallel rank to the seed", values,
-        )  # fmt: skip
-    return Finding("pass", text, limit, values=values)
+            "training.seed; training/setup.py: build_run",
+            "add the data-parallel rank to the seed",
+        )
+    return finding

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -74,12 +73,11 @@ def check_duplicates(diagnosis: Diagnosis) -> Finding:
     )
     if share <= MAX_COPIES:
         return finding
-    return replace(
-        finding,
+    return finding.with_cause(
+        "all rows are the same" if len(first) == 1 else "an epoch repeats rows, so they are learned by heart",
+        f"data.path: {copies[0][0]} is {copies[0][1]}",
+        "remove the copies; to see some rows more often, use data.weights",
         status="fail" if share > MANY_COPIES else "warn",
-        cause="all rows are the same" if len(first) == 1 else "an epoch repeats rows, so they are learned by heart",
-        source=f"data.path: {copies[0][0]} is {copies[0][1]}",
-        next_step="remove the copies; to see some rows more often, use data.weights",
     )
 
 
@@ -100,15 +98,16 @@ def check_roles(diagnosis: Diagnosis) -> Finding:
     if max(len(begins), len(ends)) <= MAX_SWAPPED * len(rows):
         return finding
     is_swapped = min(len(begins), len(ends)) > MAX_SWAPPED * len(rows)
-    return replace(
-        finding,
-        status="fail" if is_swapped else "warn",
-        cause="user and assistant are swapped: questions are trained, and answers are masked" if is_swapped
-        else "most conversations begin with an answer to nothing" if begins
-        else "most conversations end with a question, which is never answered",
-        source=f"{(begins or ends)[0]}; data.columns",
-        next_step=inspect_command(run, (begins or ends)[0]),
-    )  # fmt: skip
+    if is_swapped:
+        cause = "user and assistant are swapped: questions are trained, and answers are masked"
+    elif begins:
+        cause = "most conversations begin with an answer to nothing"
+    else:
+        cause = "most conversations end with a question, which is never answered"
+    origin = (begins or ends)[0]
+    return finding.with_cause(
+        cause, f"{origin}; data.columns", inspect_command(run, origin), status="fail" if is_swapped else "warn"
+    )
 
 
 def check_validation_leak(diagnosis: Diagnosis) -> Finding:
@@ -133,14 +132,13 @@ def check_validation_leak(diagnosis: Diagnosis) -> Finding:
     if share <= MAX_LEAKED:
         return finding
     is_path = run.config.data.validation_path is not None
-    return replace(
-        finding,
-        status="fail" if share > MANY_LEAKED else "warn",
-        cause="the validation loss measures what was learned by heart, and chooses the wrong checkpoint",
-        source=f"{'data.validation_path' if is_path else 'data.validation_split'}: {leaked[0][0]} is {leaked[0][1]}",
-        next_step="remove these rows from one of the two"
+    return finding.with_cause(
+        "the validation loss measures what was learned by heart, and chooses the wrong checkpoint",
+        f"{'data.validation_path' if is_path else 'data.validation_split'}: {leaked[0][0]} is {leaked[0][1]}",
+        "remove these rows from one of the two"
         if is_path
         else "remove copies from data.path: the split keeps lines apart, but not copies of them",
+        status="fail" if share > MANY_LEAKED else "warn",
     )
 
 
@@ -163,17 +161,16 @@ def check_bad_rows(diagnosis: Diagnosis) -> Finding:
         if lines not in (None, found):
             cause = f"of {lines:,} lines {found:,} are used, or counted as bad or left out"
             where, change = f"{cache.source.name}; data/sources.py", look_for_change("data/sources.py")
-            return replace(finding, status="fail", cause=cause, source=where, next_step=change)
+            return finding.with_cause(cause, where, change)
     if share <= (0 if stops else MAX_DROPPED):
         return finding
     bad = [cache for cache in caches if cache.counts.bad_rows]
     shown = "; ".join(row.message for cache in bad for row in islice(cache.bad_rows(), SHOWN_BAD_ROWS))
-    return replace(
-        finding,
+    return finding.with_cause(
+        f"training stops there: {shown}" if stops else f"what is left out is often of one kind: {shown}",
+        f"data.on_bad_row {'stop' if stops else 'skip'}; all bad rows are in {bad[0].bad_rows_path}",
+        "correct the rows" + (", or leave them out: --data.on_bad_row skip" if stops else ""),
         status="fail" if stops or share > MANY_DROPPED else "warn",
-        cause=f"training stops there: {shown}" if stops else f"what is left out is often of one kind: {shown}",
-        source=f"data.on_bad_row {'stop' if stops else 'skip'}; all bad rows are in {bad[0].bad_rows_path}",
-        next_step="correct the rows" + (", or leave them out: --data.on_bad_row skip" if stops else ""),
     )
 
 
@@ -194,15 +191,14 @@ def check_long_rows(diagnosis: Diagnosis) -> Finding:
     )
     if dropped + cut <= MAX_DROPPED * rows:
         return finding
-    return replace(
-        finding,
-        status="fail" if lost > MANY_DROPPED * rows else "warn",
-        cause="a cut answer has no end, so the model learns to stop anywhere, or not at all"
+    return finding.with_cause(
+        "a cut answer has no end, so the model learns to stop anywhere, or not at all"
         if cut > dropped
         else "what is left out is often of one kind, such as all long answers",
-        source=f"data.on_long_row {data.on_long_row}, such as {', '.join(counts.examples[:3])}",
-        next_step="raise data.context_length (torchstone inspect-data shows how long rows are)"
+        f"data.on_long_row {data.on_long_row}, such as {', '.join(counts.examples[:3])}",
+        "raise data.context_length (torchstone inspect-data shows how long rows are)"
         + (", or use --data.on_long_row drop" if cut > dropped else ""),
+        status="fail" if lost > MANY_DROPPED * rows else "warn",
     )
 
 
@@ -226,14 +222,13 @@ def check_control_tokens(diagnosis: Diagnosis) -> Finding:
     headers = [text for text in map(remove_spaces, (template.before_question, template.header)) if text]
     rendered = [row for row in rows if any(header in remove_spaces(t.text) for t in row.turns for header in headers)]
     is_rendered = min(count, len(rendered)) > len(rows) / 2 and row.row_format in CHAT_FORMATS
-    return replace(
-        finding,
-        status="fail" if is_rendered else "warn",
-        cause=f"{token} is in most rows: the chat template was applied before, and is applied again"
+    return finding.with_cause(
+        f"{token} is in most rows: the chat template was applied before, and is applied again"
         if is_rendered
         else f"{token} in a message becomes a token: a turn begins or ends there",
-        source=row.origin,
-        next_step=f"remove it from the messages; {inspect_command(run, row.origin)}",
+        row.origin,
+        f"remove it from the messages; {inspect_command(run, row.origin)}",
+        status="fail" if is_rendered else "warn",
     )
 
 
@@ -251,21 +246,19 @@ def check_garbled_text(diagnosis: Diagnosis) -> Finding:
     )
     if len(garbled) > MAX_GARBLED * len(rows):
         row, match = garbled[0]
-        return replace(
-            finding,
-            status="fail" if len(garbled) > MANY_GARBLED * len(rows) else "warn",
-            cause="the text was decoded with the wrong encoding, or with errors='replace', before it was written: "
+        return finding.with_cause(
+            "the text was decoded with the wrong encoding, or with errors='replace', before it was written: "
             f"{match.string[max(0, match.start() - 15) : match.end() + 15]!r}",
-            source=row.origin,
-            next_step="write the file again from its source, decoded as UTF-8",
+            row.origin,
+            "write the file again from its source, decoded as UTF-8",
+            status="fail" if len(garbled) > MANY_GARBLED * len(rows) else "warn",
         )
     if len(escaped) > MAX_ESCAPED * len(rows):
-        return replace(
-            finding,
+        return finding.with_cause(
+            "line breaks are written as a backslash and an n: the texts were escaped twice",
+            escaped[0].origin,
+            f"write the file again, escaped once; {inspect_command(run, escaped[0].origin)}",
             status="warn",
-            cause="line breaks are written as a backslash and an n: the texts were escaped twice",
-            source=escaped[0].origin,
-            next_step=f"write the file again, escaped once; {inspect_command(run, escaped[0].origin)}",
         )
     return finding
 

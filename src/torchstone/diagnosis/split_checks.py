@@ -156,17 +156,16 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
     values = {"error_full": max(errors[:-1]), "error_partial": errors[-1], "limit": EXACT_LIMIT}
     is_right = max(errors) <= EXACT_LIMIT
     text = f"{text}: losses and definition {agreement(is_right, max(errors))}"
+    finding = Finding("pass", text, f"{EXACT_LIMIT:g}", values=values)
     if is_right:
-        return Finding("pass", text, f"{EXACT_LIMIT:g}", values=values)
+        return finding
     first = next(number for number, error in enumerate(errors) if error > EXACT_LIMIT)
     if first < len(parts) - 1:
-        return Finding(
-            "fail", text, f"{EXACT_LIMIT:g}", _why_full_step(diagnosis, losses, first), EPOCH_END,
-            "compare the samples of each step with the sampler's (data/sampler.py)", values,
-        )  # fmt: skip
+        next_step = "compare the samples of each step with the sampler's (data/sampler.py)"
+        return finding.with_cause(_why_full_step(diagnosis, losses, first), EPOCH_END, next_step)
     cause = _why_last_step(diagnosis, data, first * size, parts[-1], losses[-1], expected[-1])
     next_step = "divide by the loss tokens that the step has, not by those of a full one"
-    return Finding("fail", text, f"{EXACT_LIMIT:g}", cause, EPOCH_END, next_step, values)
+    return finding.with_cause(cause, EPOCH_END, next_step)
 
 
 def _why_full_step(diagnosis: Diagnosis, losses: list[float], number: int) -> str:
@@ -224,6 +223,5 @@ def _compare(
     limit = f"{EXACT_LIMIT:g}, gradients {EXACT_GRADIENT_LIMIT:g}"
     is_right = error <= EXACT_LIMIT and gradient.error <= EXACT_GRADIENT_LIMIT
     text = f"{what}: losses {agreement(is_right, error)}, gradients {agreement(is_right, gradient.error)}"
-    if is_right:
-        return Finding("pass", text, limit, values=values)
-    return Finding("fail", text, limit, cause, source, next_step, values)
+    finding = Finding("pass", text, limit, values=values)
+    return finding if is_right else finding.with_cause(cause, source, next_step)

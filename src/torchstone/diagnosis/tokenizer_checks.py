@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from operator import contains, eq
 from pathlib import Path
@@ -79,12 +78,11 @@ def check_double_bos(diagnosis: Diagnosis) -> Finding:
     if not double:
         return finding
     source, advice = _find_bos_source(run, *double[0])
-    return replace(
-        finding,
+    return finding.with_cause(
+        f"{name_token(run, bos)} is written twice, by {source}",
+        f"{source} ({double[0][1]})",
+        f"{advice}; {inspect_command(run, double[0][1])}",
         status="fail" if len(double) > MAX_WRONG * rows else "warn",
-        cause=f"{name_token(run, bos)} is written twice, by {source}",
-        source=f"{source} ({double[0][1]})",
-        next_step=f"{advice}; {inspect_command(run, double[0][1])}",
     )
 
 
@@ -110,12 +108,10 @@ def check_generation_prompt(diagnosis: Diagnosis) -> Finding:
     finding = Finding("pass", text, limit="0", values={"characters": len(header)})
     if not header:
         return finding
-    return replace(
-        finding,
-        status="fail",
-        cause=f"the chat template ignores add_generation_prompt, so {header!r} is trained with every answer",
-        source=template_name(run),
-        next_step="end the template with {% if add_generation_prompt %} and this header, or use another one",
+    return finding.with_cause(
+        f"the chat template ignores add_generation_prompt, so {header!r} is trained with every answer",
+        template_name(run),
+        "end the template with {% if add_generation_prompt %} and this header, or use another one",
     )
 
 
@@ -132,13 +128,10 @@ def check_template_tokens(diagnosis: Diagnosis) -> Finding:
     )
     if not unknown:
         return finding
-    return replace(
-        finding,
-        status="fail",
-        cause=f"{', '.join(unknown)} is written as text: no token begins a turn, or ends an answer",
-        source=f"{template_name(run)}, {run.tokenizer.path}",
-        next_step="use the chat template of this tokenizer (leave out data.chat_template), or a tokenizer with these "
-        "tokens",
+    return finding.with_cause(
+        f"{', '.join(unknown)} is written as text: no token begins a turn, or ends an answer",
+        f"{template_name(run)}, {run.tokenizer.path}",
+        "use the chat template of this tokenizer (leave out data.chat_template), or a tokenizer with these tokens",
     )
 
 
@@ -157,12 +150,10 @@ def check_id_range(diagnosis: Diagnosis) -> Finding:
     largest = max(highest, size - 1, run.data.pad_id)
     if largest < rows:
         return finding
-    return replace(
-        finding,
-        status="fail",
-        cause=f"id {largest} has no embedding",
-        source="data.path" if highest >= rows else f"model.tokenizer {run.tokenizer.path}",
-        next_step="use the tokenizer of the model (leave out model.tokenizer), also to tokenize the data",
+    return finding.with_cause(
+        f"id {largest} has no embedding",
+        "data.path" if highest >= rows else f"model.tokenizer {run.tokenizer.path}",
+        "use the tokenizer of the model (leave out model.tokenizer), also to tokenize the data",
     )
 
 
@@ -192,12 +183,11 @@ def check_round_trip(diagnosis: Diagnosis) -> Finding:
             if change in (LOST, SPACES):
                 source = f"model.tokenizer {run.tokenizer.path}"
                 next_step = "use a tokenizer that has all bytes, such as one of torchstone tokenizer train"
-            return replace(
-                finding,
+            return finding.with_cause(
+                f"texts {change}: {_describe_change(text, found)}",
+                f"{source} ({origin})",
+                next_step,
                 status="fail" if is_failure else "warn",
-                cause=f"texts {change}: {_describe_change(text, found)}",
-                source=f"{source} ({origin})",
-                next_step=next_step,
             )
     return finding
 
@@ -275,12 +265,11 @@ def check_pretokenized(diagnosis: Diagnosis) -> Finding:
     )
     if 2 * len(other) <= rows:
         return finding
-    return replace(
-        finding,
+    return finding.with_cause(
+        f"{run.tokenizer.path} does not write such ids: the rows may be from the tokenizer of another model",
+        f"model.tokenizer, input_ids of {other[0]}",
+        f"see whether their text makes sense: {inspect_command(run, other[0])}",
         status="warn",
-        cause=f"{run.tokenizer.path} does not write such ids: the rows may be from the tokenizer of another model",
-        source=f"model.tokenizer, input_ids of {other[0]}",
-        next_step=f"see whether their text makes sense: {inspect_command(run, other[0])}",
     )
 
 
@@ -303,12 +292,10 @@ def check_model_tokenizer(diagnosis: Diagnosis) -> Finding:
     )
     if len(moved) <= MAX_MOVED * len(old):
         return finding
-    return replace(
-        finding,
-        status="fail",
-        cause=f"it is the tokenizer of another model: {moved[0]!r} would get the embedding of another token",
-        source=f"model.tokenizer {config.tokenizer}",
-        next_step="leave out model.tokenizer, or train a new model (model.depth)",
+    return finding.with_cause(
+        f"it is the tokenizer of another model: {moved[0]!r} would get the embedding of another token",
+        f"model.tokenizer {config.tokenizer}",
+        "leave out model.tokenizer, or train a new model (model.depth)",
     )
 
 
@@ -328,12 +315,11 @@ def check_unused_tokens(diagnosis: Diagnosis) -> Finding:
     )
     if not missing:
         return finding
-    return replace(
-        finding,
+    return finding.with_cause(
+        f"{', '.join(missing[:MAX_NAMES])} never occurs, so its embedding stays as it was added: the mean of all",
+        f"model.tokenizer {run.tokenizer.path}",
+        "compare its spelling with the rows and the chat template, or remove it from the tokenizer",
         status="warn",
-        cause=f"{', '.join(missing[:MAX_NAMES])} never occurs, so its embedding stays as it was added: the mean of all",
-        source=f"model.tokenizer {run.tokenizer.path}",
-        next_step="compare its spelling with the rows and the chat template, or remove it from the tokenizer",
     )
 
 
@@ -359,13 +345,11 @@ def check_token_embeddings(diagnosis: Diagnosis) -> Finding:
         return finding
     method = run.config.tuning.method
     how = "--tuning.modules_to_save embed_tokens,lm_head" if method == "lora" else "--tuning.osft_train_rest true"
-    return replace(
-        finding,
-        status="fail",
-        cause=f"the model was never trained on {', '.join(name_token(run, i) for i in unknown[:MAX_NAMES])}, and "
+    return finding.with_cause(
+        f"the model was never trained on {', '.join(name_token(run, i) for i in unknown[:MAX_NAMES])}, and "
         f"tuning.method {method} does not train embeddings",
-        source=f"tuning.method {method}, {template_name(run)}",
-        next_step=f"use a chat template with tokens that the model knows, or {how}",
+        f"tuning.method {method}, {template_name(run)}",
+        f"use a chat template with tokens that the model knows, or {how}",
     )
 
 

@@ -102,14 +102,15 @@ class Comparison:
         values |= {"gradient_error": (error := self._gradient_error(hf)), "gradient_limit": GRADIENT_LIMIT}
         is_right, limit = error <= GRADIENT_LIMIT, f"{LOGITS_LIMIT:g}, gradient {GRADIENT_LIMIT:g}"
         text = f"{text}, the gradients of the embedding {agreement(is_right, error)}"
+        finding = Finding("pass", text, limit, values=values)
         if is_right:
-            return Finding("pass", text, limit, values=values)
-        return Finding(
-            "fail", text, limit, "the logits are right, but not the backward pass: a part of the gradient is lost or "
-            "changed between the loss and the embedding", "models/decoder.py, or kernels that were registered for it",
+            return finding
+        return finding.with_cause(
+            "the logits are right, but not the backward pass: a part of the gradient is lost or changed between the "
+            "loss and the embedding",
+            "models/decoder.py, or kernels that were registered for it",
             "look for .detach(), .data and torch.no_grad() in the forward pass, and at custom backward functions",
-            values,
-        )  # fmt: skip
+        )
 
     def _reach_window(self, window: int | None) -> int | None:
         """Makes one document longer than the sliding window, which is returned if that would take too long."""
