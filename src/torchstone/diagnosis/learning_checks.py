@@ -15,7 +15,7 @@ from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.checked_step import step_tokens
 from torchstone.diagnosis.lowest_loss import lowest_loss
 from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
-from torchstone.diagnosis.session import Diagnosis
+from torchstone.diagnosis.session import CONSTANT_RATE, Diagnosis, end_after
 from torchstone.errors import NumericalError
 from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run
@@ -202,11 +202,7 @@ def memorizing_rates(divergence: float) -> list[float]:
 def _train(diagnosis: Diagnosis, data: RunData, rate: float, recorder: LossRecorder) -> list[float]:
     """The losses of the training loop at a constant learning rate, the same on all ranks."""
     steps = FULL_STEPS if diagnosis.is_full else MAX_STEPS
-    settings = {
-        "optim.learning_rate": rate, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.warmup_ratio": 0.0,
-        "optim.min_lr_ratio": 0.0, "training.mode": None, "training.max_steps": steps, "training.max_epochs": None,
-        "training.max_tokens": None,
-    }  # fmt: skip
+    settings = {"optim.learning_rate": rate, **CONSTANT_RATE, **end_after(steps)}
     recorder.losses = []
     with diagnosis.trial(diagnosis.run, data, settings) as trial:
         try:

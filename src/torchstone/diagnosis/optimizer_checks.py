@@ -17,7 +17,7 @@ from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.kernel_checks import blocks
 from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.restore import restore_after
-from torchstone.diagnosis.session import Diagnosis
+from torchstone.diagnosis.session import Diagnosis, end_after
 from torchstone.models.model import FallbackModel
 from torchstone.models.tensors import dtype_name
 from torchstone.optim.clip import to_local
@@ -195,12 +195,9 @@ def check_schedule(diagnosis: Diagnosis) -> Finding:
     end = total or ENDLESS_STEPS
     points = {0, warmup_steps(optim, total), end // 2, end - SCHEDULE_STEPS}
     seen, micro_steps = list[tuple[int, float]](), 1
-    settings = {
-        "training.mode": None, "training.max_steps": total, "training.max_epochs": None, "training.max_tokens": None,
-    }  # fmt: skip
     for point in sorted(point for point in points if 0 <= point < end):
         recorder = RateRecorder(point + SCHEDULE_STEPS)
-        with diagnosis.trial(run, data, settings) as trial:
+        with diagnosis.trial(run, data, end_after(total)) as trial:
             if total is None:
                 trial.schedule = run.schedule
             trial.progress.step, trial.progress.samples = point, point * size

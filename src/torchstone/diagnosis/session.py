@@ -41,6 +41,10 @@ from torchstone.training.setup import build_run
 from torchstone.training.state import Progress
 
 RNG_SAMPLE_SIZE = 64
+# Settings of a trial, whose learning rate is then the same in every step.
+CONSTANT_RATE: Mapping[str, Any] = {
+    "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.warmup_ratio": 0.0, "optim.min_lr_ratio": 0.0,
+}  # fmt: skip
 T = TypeVar("T")
 
 
@@ -210,6 +214,13 @@ def without_outputs(config: Config, folder: Path) -> Config:
         debug=DebugConfig(on_spike="off", dump_limit="0"),
         data=replace(config.data, on_bad_row="skip"),
     )
+
+
+def end_after(steps: int | None = None, epochs: float | None = None) -> dict[str, Any]:
+    """Settings of a trial: the length of its run, and no other limit."""
+    return {
+        "training.mode": None, "training.max_steps": steps, "training.max_epochs": epochs, "training.max_tokens": None,
+    }  # fmt: skip
 
 
 def fp32_config(config: Config) -> Config:

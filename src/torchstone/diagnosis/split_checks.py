@@ -28,7 +28,7 @@ from torchstone.diagnosis.isolation import short_documents
 from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement, worst_of_ranks, wrong_divisors
 from torchstone.diagnosis.reference import LossSums, relative
 from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
-from torchstone.diagnosis.session import Diagnosis
+from torchstone.diagnosis.session import Diagnosis, end_after
 from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run
 from torchstone.training.step import compute_gradients
@@ -129,10 +129,7 @@ def check_last_step(diagnosis: Diagnosis) -> Finding:
     size = len(step.labelled)
     samples = SelectedSamples(step.data.train, np.resize(step.labelled, 2 * size + max(1, size // 2)))
     data = select_data(step.data, samples, size, step.data.batch_sizes.micro_batch_rows, dp)
-    settings = {
-        "training.mode": None, "training.max_steps": None, "training.max_tokens": None, "training.max_epochs": 1.0,
-        "optim.learning_rate": 0.0,
-    }  # fmt: skip
+    settings = {"optim.learning_rate": 0.0, **end_after(epochs=1.0)}
     order = data.sampler(diagnosis.config).take(len(samples))
     parts, recorder = np.split(order, [size, 2 * size]), StepRecorder()
     expected = [diagnosis.reference.losses(step_documents(data, part)) for part in parts]

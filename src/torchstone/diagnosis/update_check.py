@@ -21,7 +21,7 @@ from torchstone.config.schema import OptimConfig
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.optimizer_checks import parameter_kinds
 from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
-from torchstone.diagnosis.session import Diagnosis
+from torchstone.diagnosis.session import CONSTANT_RATE, Diagnosis, end_after
 from torchstone.optim.adamw import ADAMW_STATE
 from torchstone.optim.build import state_of
 from torchstone.optim.clip import to_local
@@ -218,11 +218,8 @@ def record_updates(diagnosis: Diagnosis) -> UpdateRecorder:
     size = max(1, len(step.labelled) // STEPS)
     samples = SelectedSamples(step.data.train, np.resize(step.labelled, STEPS * size))
     data = select_data(step.data, samples, size, step.data.batch_sizes.micro_batch_rows, run.ctx.dims.dp)
-    settings = {
-        "optim.learning_rate": LEARNING_RATE, "optim.schedule": "constant", "optim.warmup_steps": 0,
-        "optim.warmup_ratio": 0.0, "optim.min_lr_ratio": 0.0, "optim.max_grad_norm": MAX_NORM, "training.mode": None,
-        "training.max_steps": STEPS, "training.max_epochs": None, "training.max_tokens": None,
-    }  # fmt: skip
+    settings = {"optim.learning_rate": LEARNING_RATE, "optim.max_grad_norm": MAX_NORM, **CONSTANT_RATE}
+    settings |= end_after(STEPS)
     eps = MAX_NORM / math.sqrt(run.model.parameter_count)
     recorder = UpdateRecorder(run, formulas(run, diagnosis.config.optim, eps))
     with diagnosis.trial(run, data, settings) as trial, _with_eps(run, eps):
