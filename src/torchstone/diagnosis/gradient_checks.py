@@ -27,6 +27,7 @@ from torchstone.diagnosis.reference import relative
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
 from torchstone.parallel.local_shards import TensorShard, local_shards
+from torchstone.training.checks import merge_names
 from torchstone.training.run import Run
 from torchstone.training.step import compute_gradients
 from torchstone.wording import plural
@@ -193,7 +194,7 @@ def check_frozen(diagnosis: Diagnosis) -> Finding:
     for flags in run.ctx.all_gather_object(own):
         for name, flag in flags.items():
             reached[name] = reached.get(name, False) or flag
-    off = list(dict.fromkeys(name for names in run.ctx.all_gather_object(off) for name in names))
+    off = merge_names(run.ctx, off)
     without = [name for name, flag in reached.items() if not flag]
     values = {"trained": float(len(reached)), "frozen": float(len(off)), "without_gradient": float(len(without))}
     text = f"{len(reached) - len(without)} of {len(reached) + len(off)} trained tensors get a gradient"

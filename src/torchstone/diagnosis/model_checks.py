@@ -23,6 +23,7 @@ from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model, NativeModel
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import local_world_size
+from torchstone.training.checks import merge_names
 from torchstone.training.loop import validate
 from torchstone.training.step import compute_gradients
 
@@ -146,7 +147,7 @@ def _different_tensors(diagnosis: Diagnosis, reloaded: Model) -> list[str]:
         for shard in local_shards(config, name, parameter.detach()):
             if shard.name not in tensors or not torch.equal(tensors[shard.name][shard.index], shard.tensor):
                 own.append(shard.name)
-    return list(dict.fromkeys(name for names in diagnosis.ctx.all_gather_object(own) for name in names))
+    return merge_names(diagnosis.ctx, own)
 
 
 def _why_lost(model: Model, reloaded: Model, different: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from torchstone.checkpoint.save import hf_name
 from torchstone.errors import NumericalError, OutOfMemoryError, first_line, is_out_of_memory
 from torchstone.heartbeat import current_phase, read_int_variable
 from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 
 # With bf16 weights and moments.
@@ -67,12 +68,12 @@ def non_finite_names(runner: Runner, tensors: Iterable[tuple[str, Tensor, str]])
                 names.append(f"{hf_name(model, shard.name)}{label}")
     # One transfer from the device.
     is_finite = torch.stack(flags).tolist() if flags else []
-    return merge_names(runner, [name for name, finite in zip(names, is_finite, strict=True) if not finite])
+    return merge_names(runner.ctx, [name for name, finite in zip(names, is_finite, strict=True) if not finite])
 
 
-def merge_names(runner: Runner, own: list[str]) -> list[str]:
-    """The names of all ranks, each once."""
-    return list(dict.fromkeys(name for rank in runner.ctx.all_gather_object(own) for name in rank))
+def merge_names(ctx: ParallelContext, own: list[str]) -> list[str]:
+    """The names of all ranks, each once. All ranks must call it."""
+    return list(dict.fromkeys(name for names in ctx.all_gather_object(own) for name in names))
 
 
 def check_memory(needed: int, parameters: int, device: torch.device, hint: str) -> None:

@@ -137,7 +137,7 @@ def non_finite_gradients(runner: Runner, result: StepResult) -> list[str]:
     # They are gone, but not their norms. That of a fused parameter is the norm of all its tensors.
     parameters = dict(model.named_parameters())
     unfused = (unfused_names(model.decoder_config, name, parameters[name]) for name in result.non_finite)
-    return merge_names(runner, [hf_name(model, name) for names in unfused for name in names])
+    return merge_names(runner.ctx, [hf_name(model, name) for names in unfused for name in names])
 
 
 def optimizer_step(
