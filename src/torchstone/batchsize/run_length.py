@@ -8,16 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from torchstone.config.schema import (
-    DEFAULT_CHAT_ROWS,
-    DEFAULT_TEXT_ROWS,
-    FINE_TUNING_BATCH_SIZE,
-    Config,
-)
-from torchstone.data.batch_sizes import BatchSizes, drop_preset_sizes, resolve_batch_sizes
+from torchstone.config.schema import Config
+from torchstone.data.batch_sizes import BatchSizes
 from torchstone.data.cache import DataSource, has_cache
 from torchstone.data.formats import TEXT_FORMATS
-from torchstone.data.loader import open_sources, source_encoding
+from torchstone.data.loader import choose_batch_sizes, open_sources, source_encoding
 from torchstone.data.sources import count_rows, size_on_disk
 from torchstone.data.tokenize import Tokenizer
 from torchstone.demo.builtin import data_file
@@ -63,7 +58,7 @@ def plan_length(config: Config, tokenizer: Tokenizer | None, dims: ParallelDims)
     # With several ranks, the caches are the same.
     if sources and tokenizer is not None and _is_counted(config, sources, tokenizer):
         return _count(config, tokenizer, dims, is_text, shares_rows)
-    batch_sizes = _batch_sizes(config, is_text, shares_rows, dims)
+    batch_sizes, _ = choose_batch_sizes(config, is_text, dims.dp)
     length, source = float(data.context_length), "not known: there is no data"
     samples = None
     if sources:
@@ -121,13 +116,6 @@ def _count(config: Config, tokenizer: Tokenizer, dims: ParallelDims, is_text: bo
 def _document_lengths(samples: object, is_text: bool) -> np.ndarray:
     parts = getattr(samples, "parts", [samples])
     return np.concatenate([part.cache.lengths if is_text else part.lengths for part in parts])
-
-
-def _batch_sizes(config: Config, is_text: bool, shares_rows: bool, dims: ParallelDims) -> BatchSizes:
-    training, _ = drop_preset_sizes(config.training, config.preset_batch_keys, shares_rows)
-    default_total = None if config.model.path is None else FINE_TUNING_BATCH_SIZE
-    default_rows = DEFAULT_TEXT_ROWS if is_text else DEFAULT_CHAT_ROWS
-    return resolve_batch_sizes(training, shares_rows, config.data.context_length, default_rows, dims.dp, default_total)
 
 
 def _row_tokens(batch_sizes: BatchSizes, context_length: int, longest: int) -> int:

@@ -143,7 +143,11 @@ class RunData:
         return _build_ahead(build, draws(), config.data.num_workers)
 
     def validation_batches(self, name: str, dp_rank: int = 0, dp: int = 1) -> Iterator[StepBatch]:
-        samples, size = self.validation[name], self.batch_sizes.global_batch_size
+        return self.batches_in_order(self.validation[name], dp_rank, dp)
+
+    def batches_in_order(self, samples: Samples, dp_rank: int = 0, dp: int = 1) -> Iterator[StepBatch]:
+        """Yields every sample once. The last batch may be smaller."""
+        size = self.batch_sizes.global_batch_size
         for start in range(0, len(samples), size):
             indices = np.arange(start, min(start + size, len(samples)))
             yield self.step_batch(samples, indices, start, dp_rank, dp)
@@ -197,14 +201,10 @@ def load_data(
     data, seed = config.data, config.training.seed
     sources = open_sources(data, train)
     is_text = all(source.row_format in TEXT_FORMATS for source in sources)
-    default_rows = DEFAULT_TEXT_ROWS if is_text else DEFAULT_CHAT_ROWS
-    shares_rows = data.packing and not is_text
-    training, dropped = drop_preset_sizes(config.training, config.preset_batch_keys, shares_rows)
+    batch_sizes, dropped = choose_batch_sizes(config, is_text, dp)
     if dropped:
-        kind = "packed conversations" if shares_rows else "rows that are not packed"
+        kind = "rows that are not packed" if batch_sizes.micro_batch_tokens is None else "packed conversations"
         console.info(f"{', '.join(dropped)} of the preset is not used: it does not apply to {kind}")
-    default_total = None if config.model.path is None else FINE_TUNING_BATCH_SIZE
-    batch_sizes = resolve_batch_sizes(training, shares_rows, data.context_length, default_rows, dp, default_total)
     caches = [tokenize_source(data, source, tokenizer, console, max_rows=data.max_samples) for source in sources]
     splits = [split_validation(cache.origins, data.validation_split, seed, cache.source.num_texts) for cache in caches]
     train_parts = [_make_samples(data, cache, split[0]) for cache, split in zip(caches, splits, strict=True)]
@@ -235,6 +235,16 @@ def load_data(
             pad_to_buckets,
         ),
     )
+
+
+def choose_batch_sizes(config: Config, is_text: bool, dp: int) -> tuple[BatchSizes, list[str]]:
+    """The batch sizes for text or for conversations, and the preset's sizes that do not apply to them."""
+    shares_rows = config.data.packing and not is_text
+    training, dropped = drop_preset_sizes(config.training, config.preset_batch_keys, shares_rows)
+    default_rows = DEFAULT_TEXT_ROWS if is_text else DEFAULT_CHAT_ROWS
+    default_total = None if config.model.path is None else FINE_TUNING_BATCH_SIZE
+    context_length = config.data.context_length
+    return resolve_batch_sizes(training, shares_rows, context_length, default_rows, dp, default_total), dropped
 
 
 def _validation_samples(

@@ -16,7 +16,6 @@ from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from torchstone.config.schema import Config, DataConfig
@@ -102,12 +101,10 @@ def evaluate_file(
 def _batches(
     data: RunData, count_bytes: Callable[[StepBatch], None], update: Callable[[int, str], None]
 ) -> Iterator[StepBatch]:
-    samples, size = np.arange(len(data.train)), data.batch_sizes.global_batch_size
-    for start in range(0, len(samples), size):
-        batch = data.step_batch(data.train, samples[start : start + size], start)
+    for batch in data.batches_in_order(data.train):
         count_bytes(batch)
         yield batch
-        update(min(start + size, len(samples)), "")
+        update(batch.first_sample + batch.samples, "")
 
 
 def exact_match(
