@@ -821,39 +821,29 @@ class Commands:
         The launcher of node 0 locks the run's folder before anything is written there. If no node knows its rank, the
         worker of rank 0 does it later. Every launcher refuses a folder that is not for runs.
         """
-        text, output_dir = json.dumps(to_dict(config), indent=2), Path(config.output_dir)
-        command = _worker_command()
+        output_dir = Path(config.output_dir)
         is_first_node = plan.nodes.max_nodes == 1 or plan.nodes.node_rank == 0
         check_output_dir(config)
         with ExitStack() as stack:
             lock = stack.enter_context(lock_run_folder(output_dir)) if is_first_node else None
             # Each launch has its own files, so that restarted workers never read the config of another launch.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchstone-")))
-            file, pinned = folder / "config.json", folder / "pinned.json"
-            file.write_text(text)
-            check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
-            code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
+            code, pinned = _prepare(config, plan, folder)
             if code == 0:
-                # The workers get the commits of what is on the hub.
                 secret = output_dir / SECRET_FILE
                 files = WorkerFiles(_log_folder(config), pinned.read_text(), lock, secret, output_dir)
-                code = run_workers(plan, [*command, "train"], files, self.ignore_late_signals)
+                code = run_workers(plan, [*_worker_command(), "train"], files, self.ignore_late_signals)
         if code:
             sys.exit(code)
 
     def _launch_diagnosis(self, config: Config, plan: LaunchPlan, flags: list[str]) -> None:
         """Runs `diagnose` in several processes. Unlike a training run it has no folder, no lock and no logs."""
-        command = _worker_command()
         with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
-            file, pinned = Path(folder) / "config.json", Path(folder) / "pinned.json"
-            file.write_text(json.dumps(to_dict(config), indent=2))
-            check = [] if plan.world_size is None else ["--processes", str(plan.world_size)]
-            # It is the check bad_rows that reports bad rows.
-            check += ["--data.on_bad_row=skip"]
-            code = run_preparation([*command, "prepare", str(file), *check, "--pin", str(pinned)])
+            # The check bad_rows reports them.
+            code, pinned = _prepare(config, plan, Path(folder), "--data.on_bad_row=skip")
             if code == 0:
-                command += ["diagnose", str(pinned), f"--data.on_bad_row={config.data.on_bad_row}", *flags]
-                code = run_workers(plan, command, ignore_late_signals=self.ignore_late_signals)
+                args = ["diagnose", str(pinned), f"--data.on_bad_row={config.data.on_bad_row}", *flags]
+                code = run_workers(plan, [*_worker_command(), *args], ignore_late_signals=self.ignore_late_signals)
         if code:
             sys.exit(code)
 
@@ -877,6 +867,15 @@ class Commands:
         heartbeat.print_line(f"wrote {file}")
         if submit is not None:
             _print_line(submit(file))
+
+
+def _prepare(config: Config, plan: LaunchPlan, folder: Path, *flags: str) -> tuple[int, Path]:
+    """Checks the layout and tokenizes the data in one process. Returns its exit code, and the config for the workers,
+    with the commits of what is on the hub."""
+    file, pinned = folder / "config.json", folder / "pinned.json"
+    file.write_text(json.dumps(to_dict(config), indent=2))
+    flags = (*flags, *([] if plan.world_size is None else ["--processes", str(plan.world_size)]))
+    return run_preparation([*_worker_command(), "prepare", str(file), *flags, "--pin", str(pinned)]), pinned
 
 
 def _worker_command() -> list[str]:
