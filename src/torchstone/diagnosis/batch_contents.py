@@ -29,10 +29,6 @@ class Document(NamedTuple):
     labels: np.ndarray
     origin: str
 
-    @property
-    def key(self) -> bytes:
-        return self.ids.astype(np.int64).tobytes()
-
     def shifted(self, shift: int) -> np.ndarray:
         """The label of each position if labels are shifted `shift` times."""
         return np.append(self.labels[shift:], [IGNORE_INDEX] * min(shift, len(self.labels))).astype(np.int64)
@@ -56,14 +52,15 @@ class FoundDocument(NamedTuple):
     positions: np.ndarray
 
     @property
-    def key(self) -> bytes:
-        return self.ids.astype(np.int64).tobytes()
-
-    @property
     def trained(self) -> list[tuple[int, int]]:
         """The ranges [start, end) of labels without a -100 between them."""
         edges = np.diff(np.concatenate(([0], self.labels != IGNORE_INDEX, [0])).astype(np.int8))
         return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
+
+
+def _key(document: Document | FoundDocument) -> bytes:
+    """What documents with the same ids have in common."""
+    return document.ids.astype(np.int64).tobytes()
 
 
 @dataclass(frozen=True)
@@ -106,13 +103,13 @@ class BatchContents:
 
     def _missing_or_extra(self) -> str | None:
         missing = [document for document, place in zip(self.expected, self.places, strict=True) if place is None]
-        known = Counter(document.key for document in self.expected)
-        repeated = [each for each in self.extra if known[each.key]]
+        known = Counter(_key(document) for document in self.expected)
+        repeated = [each for each in self.extra if known[_key(each)]]
         if repeated:
-            ranks = {each.key: set[int]() for each in repeated}
+            ranks = {_key(each): set[int]() for each in repeated}
             for each in self.found:
-                if each.key in ranks:
-                    ranks[each.key].add(each.place.rank)
+                if _key(each) in ranks:
+                    ranks[_key(each)].add(each.place.rank)
             both = sorted(set().union(*ranks.values()))
             text = f"{plural(len(repeated), 'document')} of the step are computed more than once, on {list_ranks(both)}"
             return text + (f", and {plural(len(missing), 'document')} not at all" if missing else "")
@@ -182,8 +179,8 @@ def read_contents(
         rows += rank_rows
     waiting: dict[bytes, list[FoundDocument]] = {}
     for each in found:
-        waiting.setdefault(each.key, []).append(each)
-    places = [_take_place(waiting.get(document.key, []), document) for document in expected]
+        waiting.setdefault(_key(each), []).append(each)
+    places = [_take_place(waiting.get(_key(document), []), document) for document in expected]
     extra = [each for same in waiting.values() for each in same]
     return BatchContents(expected, places, found, extra, rows)
 
