@@ -30,8 +30,7 @@ from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import train_tokenizer
 from torchstone.demo.corpus import chat_rows, corpus_rows
 from torchstone.diagnosis.check import Finding
-from torchstone.diagnosis.checks import CHECKS
-from torchstone.diagnosis.data_checks import DATA_CHECKS
+from torchstone.diagnosis.checks import CHECKS, DATA_CHECKS
 from torchstone.diagnosis.order_checks import check_data_order
 from torchstone.diagnosis.run_checks import run_check, run_checks
 from torchstone.diagnosis.sampled_rows import sample_rows

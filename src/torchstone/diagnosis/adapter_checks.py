@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from torchstone.diagnosis.check import Finding, SkipCheck
-from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.reference import relative
+from torchstone.diagnosis.restore import randomized_adapters
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.tuning.lora import LoraLinear
 

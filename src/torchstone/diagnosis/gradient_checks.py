@@ -1,13 +1,8 @@
-"""Are the gradients those of the loss, on every rank, of all that should be trained, and summed in fp32?"""
+"""Are the gradients those of the loss, of all that should be trained, and summed in fp32?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
-from typing import Any
-
 import numpy as np
-import torch
 
 from torchstone.diagnosis.check import Finding, MissingCheck, SkipCheck, Status
 from torchstone.diagnosis.gradients import (
@@ -21,23 +16,18 @@ from torchstone.diagnosis.gradients import (
     total_norm,
 )
 from torchstone.diagnosis.hypotheses import Hypothesis, document_weights, list_hypotheses
-from torchstone.diagnosis.loss_checks import agreement
-from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.reference import relative
+from torchstone.diagnosis.restore import randomized_adapters
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.model import FallbackModel
-from torchstone.parallel.local_shards import TensorShard, local_shards
 from torchstone.training.checks import merge_names
 from torchstone.training.run import Run
-from torchstone.training.step import compute_gradients
 from torchstone.wording import plural
 
 # Of the norm; the sum of squares of a large tensor rounds with the root of its size.
 NORM_LIMIT, NORM_ROUNDING = 1e-4, 2e-7
 # The share of values that are exact in bf16: of a sum in fp32 it is small, of one in bf16 it is 1.
 BF16_SHARE_LIMIT = 0.95
-# Ranks that hold the same shard must agree to this, relative to the norm.
-REPLICA_LIMIT = 1e-6
 MAX_SHOWN = 3
 # A cause, where it comes from, and what to do.
 IN_BF16 = (
@@ -127,55 +117,6 @@ def _is_own_part(diagnosis: Diagnosis) -> bool:
     parts = [diagnosis.reference.gradients(diagnosis.documents, weights * (own == r)) for r in range(contents.ranks)]
     errors = gradient_errors(exact, parts[exact.ctx.dp_rank])
     return largest(errors).error <= EXACT_GRADIENT_LIMIT
-
-
-def check_replicas(diagnosis: Diagnosis) -> Finding:
-    run = diagnosis.run
-    if run.ctx.world_size == 1:
-        raise SkipCheck("one process")
-    with randomized_adapters(run):
-        run.model.train(False)
-        run.optimizer.reset_state()
-        result = compute_gradients(run.runner, diagnosis.batch(run), 1)
-        gradients = _largest_gap(run, gradient_shards(run))
-        run.optimizer.clip_and_step(torch.ones_like(result.sums[1]))
-        config = run.model.decoder_config
-        shards = (local_shards(config, name, p.detach()) for name, p in run.model.named_parameters())
-        weights = _largest_gap(run, chain.from_iterable(shards))
-    values = {"gradients": gradients[0], "weights": weights[0], "limit": REPLICA_LIMIT}
-    is_right = max(gradients[0], weights[0]) <= REPLICA_LIMIT
-    text = f"gradients of ranks with the same shard {agreement(is_right, gradients[0])}, weights after a step "
-    text += agreement(is_right, weights[0])
-    finding = Finding("pass", text, f"{REPLICA_LIMIT:g}", values=values)
-    if is_right:
-        return finding
-    what, (_, name, ranks) = ("gradient", gradients) if gradients[0] > REPLICA_LIMIT else ("weight", weights)
-    return finding.with_cause(
-        f"ranks {ranks} hold the same shard of {name}, but not the same {what}: it is not reduced over them, so they "
-        "train different models",
-        "parallel/fsdp.py: set_fsdp_sync (data-parallel ranks), parallel/tensor_parallel.py (tp ranks)",
-        f"all-reduce the gradient of {name} over these ranks",
-    )
-
-
-def _largest_gap(run: Run, shards: Iterable[TensorShard]) -> tuple[float, str, str]:
-    """The largest difference between ranks with the same shard, in its norm or its product with a fixed vector; the
-    tensor and the ranks."""
-    own = {}
-    for shard in shards:
-        values = shard.tensor.detach().cpu().double().flatten()
-        probe = torch.linspace(-1, 1, len(values), dtype=torch.float64).sin() + 0.5
-        own[shard.name, shard.offset, tuple(shard.tensor.shape)] = (values.norm().item(), values.dot(probe).item())
-    seen: dict[Any, list[tuple[int, tuple[float, float]]]] = {}
-    for rank, numbers in enumerate(run.ctx.all_gather_object(own)):
-        for key, pair in numbers.items():
-            seen.setdefault(key, []).append((rank, pair))
-    worst = (0.0, "nothing", "")
-    for key, ((first, (norm, product)), *others) in seen.items():
-        for rank, pair in others:
-            gap = max(abs(pair[0] - norm), abs(pair[1] - product)) / max(norm, 1e-12)
-            worst = max(worst, (gap, key[0], f"{first} and {rank}"))
-    return worst
 
 
 def check_frozen(diagnosis: Diagnosis) -> Finding:

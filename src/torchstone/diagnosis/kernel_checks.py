@@ -25,8 +25,8 @@ from torchstone.diagnosis.gradients import (
 )
 from torchstone.diagnosis.hypotheses import document_weights
 from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement
-from torchstone.diagnosis.randomized_adapters import randomized_adapters
 from torchstone.diagnosis.reference import relative
+from torchstone.diagnosis.restore import randomized_adapters
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.loss.chunked import chunked_loss_sum
 from torchstone.loss.fused import fused_loss_sum

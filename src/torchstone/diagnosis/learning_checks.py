@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from torchstone.data.loader import RunData
 from torchstone.diagnosis.batch_contents import step_documents
 from torchstone.diagnosis.check import Finding, SkipCheck
-from torchstone.diagnosis.checked_step import step_tokens
-from torchstone.diagnosis.lowest_loss import lowest_loss
-from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
+from torchstone.diagnosis.checked_step import SelectedSamples, select_data, step_tokens
 from torchstone.diagnosis.session import CONSTANT_RATE, Diagnosis, end_after
 from torchstone.errors import NumericalError
+from torchstone.models.decoder import HEAD
+from torchstone.models.model import NativeModel
 from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run
 from torchstone.training.step import compute_gradients, optimizer_step
@@ -35,6 +37,8 @@ MAX_TOKENS, MIN_TOKENS, SMALL_BATCH, MAX_STEPS, FULL_STEPS = 64, 24, 4, 100, 400
 RATE_SHARES, MAX_RATE = (0.1, 0.3, 0.03), 1e-2
 # By default, of each check.
 MAX_SECONDS = 30.0
+# Steps and learning rate that find the best hidden states for a frozen head.
+HEAD_STEPS, HEAD_RATE = 100, 0.1
 # A loss below it cannot be halved in any useful sense.
 KNOWN_BY_HEART = 1e-3
 
@@ -193,6 +197,34 @@ def memorize(diagnosis: Diagnosis, goal: Goal) -> Finding:
         else "look at gradients, frozen and dtypes first, then at optim.*",
         status="warn" if is_partial else "fail",
     )
+
+
+def lowest_loss(diagnosis: Diagnosis, targets: Sequence[int] | np.ndarray) -> float | None:
+    """The lowest mean loss of these targets that what is frozen allows; 0 if nothing limits it, None if unknown.
+
+    With LoRA or OSFT the last norm and the head stay as they are: hidden states of one length times a frozen head give
+    logits of a limited size. In a pretrained model they are large enough for any target; in a random one they are not.
+    So the frozen head gets the best hidden states, found by gradient descent. Soft-capped logits have a limit of their
+    own.
+    """
+    model = diagnosis.run.model
+    if not isinstance(model, NativeModel):
+        return None if model.tuning is not None else 0.0
+    if model.tuning is None or model.tuning.is_trained(HEAD):
+        softcap = model.decoder_config.logit_softcap
+        return 0.0 if softcap is None else math.log1p((model.vocab_size - 1) * math.exp(-2 * softcap))
+    # An unsharded one.
+    decoder = diagnosis.reference_run.model.module
+    labels = torch.as_tensor(np.asarray(targets, dtype=np.int64), device=decoder.head.weight.device)
+    # The row of a target in the head is near the best hidden state.
+    hidden_ND = decoder.head.weight.detach()[labels].float().clone().requires_grad_()
+    optimizer = torch.optim.Adam([hidden_ND], lr=HEAD_RATE * hidden_ND.detach().std().item())
+    loss = torch.zeros(())
+    for _ in range(HEAD_STEPS):
+        loss = F.cross_entropy(decoder.compute_logits(decoder.norm(hidden_ND[None]))[0], labels)
+        (hidden_ND.grad,) = torch.autograd.grad(loss, [hidden_ND])
+        optimizer.step()
+    return loss.item()
 
 
 def memorizing_rates(divergence: float) -> list[float]:

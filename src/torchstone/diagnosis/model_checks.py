@@ -1,7 +1,8 @@
-"""Is the model what its folder says, does it keep documents apart, and is what is saved what was trained?"""
+"""Is the model finite, does it keep documents apart, is validation right, and is what is saved what was trained?"""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,19 +13,22 @@ from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_model
 from torchstone.diagnosis.batch_contents import step_documents
 from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.checked_step import SelectedSamples, select_data
+from torchstone.diagnosis.gradients import compute_step
 from torchstone.diagnosis.isolation import LEAK_LIMIT, MASKS, measure_leak, short_documents
 from torchstone.diagnosis.loss_checks import EXACT_LIMIT, measure_loss
 from torchstone.diagnosis.reference import Reference, relative
 from torchstone.diagnosis.restore import restore_after
-from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
 from torchstone.diagnosis.session import Diagnosis
 from torchstone.models.decoder import EMBEDDING, HEAD
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model, NativeModel
 from torchstone.parallel.local_shards import local_shards
 from torchstone.parallel.mesh import local_world_size
-from torchstone.training.checks import merge_names
+from torchstone.rng import get_rng_states
+from torchstone.training.checks import WHAT_TO_TRY, merge_names, non_finite_names
 from torchstone.training.loop import validate
+from torchstone.training.replay import find_origin
 from torchstone.training.step import compute_gradients
 
 # Merging an adapter rounds its weights.
@@ -33,6 +37,35 @@ MERGE_LIMIT = 1e-4
 LEARNING_RATE = 1e-2
 # By default a model of more bytes is not written to the disk.
 MAX_SAVED_BYTES = 4 * 2**30
+MAX_NAMES = 3
+
+
+def check_finite(diagnosis: Diagnosis) -> Finding:
+    """If weights, loss or gradients are not finite, no other check of the model says anything."""
+    run, limit = diagnosis.run, "all are finite"
+    tensors = [(name, p.detach(), "") for name, p in run.model.named_parameters() if p.is_floating_point()]
+    bad = non_finite_names(run.runner, tensors)
+    values = {"bad_tensors": float(len(bad))}
+    if bad:
+        folder = run.config.model.path
+        return Finding(
+            "fail", f"{len(bad)} of {len(tensors)} tensors have NaN or Inf", limit,
+            f"the weights that are loaded are not finite: {', '.join(bad[:MAX_NAMES])}",
+            f"model.path {folder}" if folder is not None else "model.init_std",
+            "use an earlier checkpoint, or load the model again from where it came from", values,
+        )  # fmt: skip
+    result = compute_step(diagnosis, run)
+    values |= {"loss": result.loss, "grad_norm": result.grad_norm}
+    text = f"{len(tensors)} tensors are finite, loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}"
+    finding = Finding("pass", text, limit, values=values)
+    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        return finding
+    origin = find_origin(run.runner, diagnosis.batch(run), get_rng_states(diagnosis.device))
+    if origin is None:
+        cause = "numbers are finite when the step is repeated without torch.compile"
+        return finding.with_cause(cause, "model.compile", WHAT_TO_TRY)
+    cause = f"the first module that is not finite is {origin}"
+    return finding.with_cause(cause, "training.precision, model.attention", WHAT_TO_TRY)
 
 
 def check_evaluation(diagnosis: Diagnosis) -> Finding:

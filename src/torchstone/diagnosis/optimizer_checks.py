@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torchstone.config.schema import OptimConfig
 from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.kernel_checks import blocks
-from torchstone.diagnosis.randomized_adapters import randomized_adapters
-from torchstone.diagnosis.restore import restore_after
+from torchstone.diagnosis.restore import randomized_adapters, restore_after
 from torchstone.diagnosis.session import Diagnosis, end_after
 from torchstone.models.model import FallbackModel
 from torchstone.models.tensors import dtype_name

@@ -26,9 +26,8 @@ from torchstone.data.loader import RunData, StepBatch
 from torchstone.diagnosis.batch_contents import BatchContents, Document, read_contents, step_documents
 from torchstone.diagnosis.check import Finding, MissingCheck, SkipCheck
 from torchstone.diagnosis.checked_step import CheckedStep, choose_step
-from torchstone.diagnosis.randomized_adapters import randomize_adapters
 from torchstone.diagnosis.reference import LossSums, Reference
-from torchstone.diagnosis.restore import restore_after
+from torchstone.diagnosis.restore import randomize_adapters, restore_after
 from torchstone.errors import OutOfMemoryError
 from torchstone.models.attention import VARLEN_BACKENDS
 from torchstone.observe.console import Console

@@ -16,6 +16,7 @@ from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import RunData, StepBatch
 from torchstone.diagnosis.batch_contents import read_contents, step_documents
 from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.checked_step import SelectedSamples, select_data
 from torchstone.diagnosis.gradients import (
     EXACT_GRADIENT_LIMIT,
     GradientError,
@@ -27,7 +28,6 @@ from torchstone.diagnosis.hypotheses import find_causes, list_hypotheses
 from torchstone.diagnosis.isolation import short_documents
 from torchstone.diagnosis.loss_checks import EXACT_LIMIT, agreement, worst_of_ranks, wrong_divisors
 from torchstone.diagnosis.reference import LossSums, relative
-from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
 from torchstone.diagnosis.session import Diagnosis, end_after
 from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run

@@ -26,8 +26,8 @@ from torchstone.diagnosis.check import Finding, SkipCheck
 from torchstone.diagnosis.checked_step import step_tokens
 from torchstone.diagnosis.kernel_checks import blocks
 from torchstone.diagnosis.loss_checks import agreement
-from torchstone.diagnosis.randomized_adapters import zeroed_adapters
 from torchstone.diagnosis.reference import compute_logits
+from torchstone.diagnosis.restore import zeroed_adapters
 from torchstone.diagnosis.session import Diagnosis, on_first_rank
 from torchstone.models.model import NativeModel
 

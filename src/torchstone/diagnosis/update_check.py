@@ -19,8 +19,8 @@ from torch import Tensor
 
 from torchstone.config.schema import OptimConfig
 from torchstone.diagnosis.check import Finding, SkipCheck
+from torchstone.diagnosis.checked_step import SelectedSamples, select_data
 from torchstone.diagnosis.optimizer_checks import parameter_kinds
-from torchstone.diagnosis.selected_samples import SelectedSamples, select_data
 from torchstone.diagnosis.session import CONSTANT_RATE, Diagnosis, end_after
 from torchstone.optim.adamw import ADAMW_STATE
 from torchstone.optim.build import state_of
