@@ -287,7 +287,7 @@ def test_a_rollback_leaves_out_the_data_since_the_checkpoint(settings: Settings,
     lines = read_metrics(a / "run/metrics.jsonl")
     assert [(line["step"], line["rollbacks"]) for line in lines] == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]
     log = (a / "run/logs/rank-0.log").read_text()
-    assert "on from sample 8: the data before is left out" in log
+    assert "continuing from sample 8; the data in between is skipped" in log
     assert "changed since" not in log, "no setting has changed"
 
 

@@ -574,7 +574,7 @@ class TestMemory:
         assert not {"learning_rate", "one_sample", "small_batch", "schedule"} & set(missing)
         assert (report["verdict"], report["exit_code"]) == ("incomplete", 0)
         assert f"{len(missing)} could not run: " in report["summary"]
-        assert "where there is memory for it" in report["next_steps"][0]
+        assert "run the missing checks with more memory" in report["next_steps"][0]
 
     def limit(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         alive, build = weakref.WeakSet[Any](), Diagnosis._try_to_build

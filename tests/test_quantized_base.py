@@ -171,7 +171,7 @@ class TestRuns:
         """Not into the weights of the files."""
         checkpoint = api.train(overrides=lora_settings() | {"observe.console": "lines"}).checkpoint
         assert checkpoint is not None
-        assert "what is frozen is in float32, the linears of the blocks in nf4" in capsys.readouterr().err
+        assert "M is in float32, the linears of the blocks in nf4" in capsys.readouterr().err
         adapter = api.export(checkpoint, tmp_path / "adapter")
         assert adapter["verified"]
         merged = api.export(checkpoint, tmp_path / "merged", merge=True)

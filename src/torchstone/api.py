@@ -133,7 +133,7 @@ PRECISION_TEXTS = {
     "fp8": "fp32, computed in FP8 and bf16",
     "fp8-pure": "bf16, computed in FP8 and bf16",
 }
-SHORT_RUN = f"but none, as model.recompute, in a run of less than {MIN_FLOPS_TO_COMPILE / 1e15:.2g} PFLOP per device"
+SHORT_RUN = f"but none (like model.recompute) in a run of less than {MIN_FLOPS_TO_COMPILE / 1e15:.2g} PFLOP per device"
 # For commands that do not train.
 MEMORY_HINT = "use a smaller model, or a device with more memory (--device cuda)"
 
@@ -189,7 +189,7 @@ def _train(config: Config, callbacks: Sequence[Callback]) -> TrainResult:
                 return _train_once(config, console, device, ctx, callbacks, rollbacks)
             except RollBack as request:
                 rollbacks.add(request, console)
-            # The model of the failed attempt.
+            # Frees the model of the failed attempt.
             free_device_memory(device)
 
 
@@ -229,7 +229,7 @@ def _train_once(
             profiler = StepProfiler(run)
             stack.callback(profiler.close)
             callbacks = [*callbacks, profiler]
-        # Of an earlier start, or of this one.
+        # An earlier start may have left a limit; this one may add one.
         remember_out_of_memory(run)
         result = train_loop(run, callbacks)
         remember_out_of_memory(run)
@@ -867,8 +867,8 @@ def _trained_text(model: Model, precision: str) -> str:
     if isinstance(model.tuning, LoraPlan) and model.tuning.base_quantization is not None:
         frozen = f"{frozen}, the linears of the blocks in {model.tuning.base_quantization.kind}"
     return (
-        f"{_millions(sum(counts.values()))} parameters in {PRECISION_TEXTS[precision]}: {kinds}; of the model's "
-        f"{_millions(model.parameter_count)}, what is frozen is in {frozen}"
+        f"{_millions(sum(counts.values()))} parameters in {PRECISION_TEXTS[precision]}: {kinds}; the frozen "
+        f"rest of the model's {_millions(model.parameter_count)} is in {frozen}"
     )
 
 

@@ -508,9 +508,10 @@ class Commands:
         only: Literal["machine", "collectives"] | None = None,
         as_json: JsonFlag = False,
     ) -> None:
-        """Check this machine, then all ranks of a launch: do they reach each other, with right values, and how fast?
+        """Check this machine, then whether all ranks of a launch reach each other, with correct values, and how fast.
 
-        Everything is tried: kernels compute, disks are written. Each problem has a line to type against it.
+        It runs kernels and writes to disks instead of only reading settings. Each problem comes with a command that
+        fixes it.
 
         Args:
             device: auto, cpu or cuda.
@@ -885,7 +886,7 @@ def _worker_command() -> list[str]:
 
 
 def _convert_strictly(type_: Any, tokens: Sequence[Any]) -> Any:
-    """As cyclopts converts values, but a fraction is not rounded to an integer, and ~ is expanded in --html=~/page."""
+    """Converts values like cyclopts, but does not round a fraction to an integer, and expands ~ in --html=~/page."""
     types = {type_, *get_args(type_)}
     for token in tokens if int in types and float not in types else ():
         if re.fullmatch(r"[+-]?\d*\.\d*[1-9]\d*", token.value):
@@ -1027,7 +1028,7 @@ def _fail(error: TorchstoneError) -> None:
 
 
 def _fail_after(error: Exception) -> None:
-    """Ends the process after an exception that is not ours. What is neither memory nor files is a bug."""
+    """Ends the process after an exception that is not ours. Anything but an out-of-memory or file error is a bug."""
     if is_out_of_memory(error):
         _fail(OutOfMemoryError(f"the machine is out of memory: {first_line(error)}", OUT_OF_MEMORY_HINT))
     if isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_ERRORS):

@@ -33,7 +33,7 @@ def test_the_start_line_says_what_was_chosen(torchstone: Command, settings: Sett
     code, _, err = torchstone("train", *flags(values | {"output_dir": f"{values['output_dir']}-new"}), "--print-config")
     assert err.startswith("auto on cuda:0: training.precision bf16 (fp32 master weights); ")
     assert "; model.loss chunked (on a GPU); model.recompute elementwise (almost free in compiled blocks); " in err
-    assert "model.compile block (the first steps take longer, but none, as model.recompute, in a run of less " in err
+    assert "model.compile block (the first steps take longer, but none (like model.recompute) in a run of less " in err
 
 
 class ForbidSync(Callback):

@@ -47,7 +47,7 @@ def choose_micro_batch(run: Run, before: MeasuredRun | None = None) -> MeasuredR
         if unused:
             run.console.warn(f"{', '.join(unused)} has no effect: the size of micro-batches is not searched for")
         return MeasuredRun({})
-    # That of rank 0: all ranks must do the same.
+    # All ranks use the identity of rank 0, because they must do the same.
     identity = run.ctx.all_gather_object(_identity(run))[0]
     recompute, is_free = identity["recompute"], before is None and run.config.model.recompute == "auto"
     recorded = {} if run.resumed_from is None else read_state(run.resumed_from).get("auto_batch") or {}
@@ -132,7 +132,7 @@ def remember_out_of_memory(run: Run) -> None:
 
 
 def _identity(run: Run) -> dict[str, Any]:
-    """What a size was found for: on other hardware, or with other limits, it is found again."""
+    """What a size depends on. On other hardware or with other limits it is searched for again."""
     auto = run.config.auto_batch
     return {
         "hardware": hardware(run),

@@ -48,7 +48,7 @@ class CachedProbe:
         return self._measure(size, lambda: self.probe.measure(size))
 
     def base_load(self) -> float:
-        """Of a step with one short row."""
+        """The load of a step with one short row."""
         return self._measure(NO_SIZE, self.probe.measure_base).load
 
     def _measure(self, size: int, measure: Callable[[], tuple[int | None, Measurement]]) -> Measurement:

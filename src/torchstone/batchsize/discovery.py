@@ -43,7 +43,7 @@ def is_wanted(
 ) -> bool:
     """Whether to find the size. `flops`: of one device in the whole run; None if it has no end."""
     auto, training = config.auto_batch, config.training
-    # Those of a preset that do not apply to the data are dropped.
+    # Sizes of a preset that do not apply to the data are dropped.
     keys = ["max_tokens_per_gpu"] if shares_rows else ["batch_size", "max_tokens_per_gpu", "grad_accum_steps"]
     manual = [key for key in keys if getattr(training, key) not in (None, "auto")]
     is_requested = bool(auto.enabled or training.batch_size == "auto")

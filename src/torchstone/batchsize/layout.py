@@ -42,7 +42,7 @@ class Job:
     # The rows of a micro-batch may not exceed the rows of a step.
     step_rows: int
     shares_rows: bool
-    # Of a rank, at most auto_batch.memory_limit, and the share of it to use.
+    # The memory of a rank, at most auto_batch.memory_limit, and the share of it to use.
     memory: int
     usable_share: float
 
@@ -68,7 +68,7 @@ class Layout:
         return resolve_stages_per_rank(self.parallel)
 
     def micro_steps(self, job: Job) -> int:
-        """Of an optimizer step; a pipeline computes a multiple of its stages."""
+        """The micro-steps of an optimizer step; in a pipeline a multiple of the pipeline ranks."""
         steps = -(-job.step_rows // (self.rows * self.dims.dp))
         return -(-steps // self.dims.pp) * self.dims.pp
 
@@ -99,7 +99,7 @@ class Layout:
 
 
 def stage_ranks(job: Job, layout: Layout) -> Iterator[tuple[int, list[range]]]:
-    """Of every pipeline rank, the layers of its stages. Raises UsageError if the model does not allow the layout."""
+    """Every pipeline rank with the layers of its stages. Raises UsageError if the model does not allow the layout."""
     ranges = stage_layer_ranges(job.model.config, layout.dims, layout.parallel)
     for rank in range(layout.dims.pp):
         yield rank, [ranges[index] for index in stage_indices(rank, layout.dims.pp, len(ranges))]
@@ -173,7 +173,7 @@ def step_sizes(job: Job, layout: Layout, pp_rank: int, stages: list[range]) -> S
 
 
 def _has_fused_lora(job: Job, dims: ParallelDims) -> bool:
-    """As tuning/fused_lora.py decides."""
+    """Whether the MLP is computed by tuning/fused_lora.py, which decides in the same way."""
     tuning = job.model.tuning
     if not isinstance(tuning, LoraPlan) or dims.tp > 1 or job.gpu.is_cpu or job.itemsize != 2:
         return False

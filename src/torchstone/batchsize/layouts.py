@@ -103,7 +103,7 @@ def search_layouts(
 
 
 def _rank(each: RankedLayout) -> tuple[float, int]:
-    """Of equally fast ones, that with the least memory comes first."""
+    """The fastest layout comes first; of equally fast ones, the one that needs the least memory."""
     return -_rounded_speed(each), each.memory.total
 
 
@@ -139,7 +139,7 @@ def _is_valid(job: Job, parallel: ParallelConfig, dims: ParallelDims) -> bool:
 
 
 def _job_of(job: Job, execution: ExecutionOptions, dims: ParallelDims) -> Job:
-    """With what `auto` means in that layout."""
+    """The job with `auto` settings resolved for that layout."""
     if job.model.fallback is not None or dims.tp == 1 == execution.tp:
         return job
     execution, device = replace(execution, tp=dims.tp, pp=dims.pp), torch.device("cuda")

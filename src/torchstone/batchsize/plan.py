@@ -43,7 +43,7 @@ from torchstone.training.memory import USABLE, size_text
 from torchstone.training.setup import select_device, tokenizer_path
 from torchstone.wording import plural
 
-# Of sizes that fit, the smallest within this share of the fastest is recommended.
+# The smallest size that reaches this share of the highest speed is recommended.
 NEARLY_FASTEST = 0.99
 # Another activation checkpointing must be predicted to be so many times as fast, because predictions have errors.
 MIN_GAIN = 1.1
@@ -133,13 +133,13 @@ def make_plan(config: Config, world: int | None, gpu_name: str | None, has_searc
     if is_auto and config.model.recompute == "auto":
         layout = replace(layout, recompute=_choose_recompute(job, layout))
         if layout.recompute != choices["model.recompute"].value:
-            # As a run does.
+            # A run measures both, and may choose the same.
             notes.append(_why_recompute(job, layout, choices["model.recompute"].value))
             choices["model.recompute"] = Choice(layout.recompute, "larger micro-batches fit")
     largest = largest_rows(job, layout)
     recommended = _recommended_rows(job, layout, largest)
     if is_auto:
-        # If nothing fits, the least.
+        # If nothing fits, plan with one row.
         layout = replace(layout, rows=recommended or 1)
     search = None
     if has_search:
@@ -227,7 +227,7 @@ def _make_job(
     state = ModelState(model.module, config, not gpu.is_cpu, decoder.depth, decoder.tied)
     step_rows = sizes.global_batch_size
     if length.shares_rows:
-        # As many rows of the context length as the samples of a step fill.
+        # The samples of a step fill this many rows of the context length.
         step_rows = max(1, math.ceil(length.step_tokens / length.row_tokens))
     # The fallback has its own kernels.
     attention = choices["model.attention"].value if "model.attention" in choices else "sdpa"
@@ -271,7 +271,8 @@ def _why_recompute(job: Job, layout: Layout, default: Recompute) -> str:
 
 
 def _best_speed(job: Job, layout: Layout) -> float | None:
-    """Of the micro-batches that fit, the predicted tokens a second; 0 if the speed is not known, None if none fit."""
+    """The predicted tokens per second of the micro-batch that is recommended; 0 if the speed is not known, None if none
+    fits."""
     rows = _recommended_rows(job, layout, largest_rows(job, layout))
     time = predict_step(job, replace(layout, rows=rows or 1))
     return None if not rows else 0.0 if time is None else time.tokens_per_second

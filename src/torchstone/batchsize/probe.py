@@ -140,7 +140,7 @@ class Probe(ABC):
         return self._reduce_over_ranks(used, seconds)
 
     def measure_base(self) -> tuple[int | None, Measurement]:
-        """The same for one short row: what a step takes besides its activations, about. It is not compiled."""
+        """Measures one short row, uncompiled: about what a step needs besides activations."""
 
         def step() -> None:
             self.step(1, SHORT_ROW)

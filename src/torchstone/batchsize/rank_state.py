@@ -57,7 +57,7 @@ def sum_units(units: Iterable[Unit]) -> Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """Of all layers. `tied_head`: at the end of a pipeline, which has the embedding once more."""
+    """The units of all layers. `tied_head`: a copy of the embedding, which the last stage of a pipeline has."""
 
     embedding: Unit
     blocks: list[Unit]
@@ -67,7 +67,7 @@ class Units:
 
 @dataclass(frozen=True)
 class RankUnits:
-    """Of one rank: what is outside of blocks, its blocks, and the sum of all."""
+    """The units of one rank: what is outside of blocks, its blocks, and the sum of all."""
 
     root: Unit
     blocks: list[Unit]
@@ -115,7 +115,7 @@ class ModelState:
         return {}
 
     def rank_units(self, dims: ParallelDims, parallel: ParallelConfig, stages: Sequence[range]) -> RankUnits:
-        """Those of a rank with these layers. Cached, because a search asks for the same again and again."""
+        """The units of a rank with these layers. Cached, because a search asks for the same again and again."""
         is_once = reduces_once_per_step(replace(parallel, pp=dims.pp), dims.dp_shard)
         key = (dims.tp, dims.dp_shard, dims.world_size == 1, is_once)
         if (rank := self._ranks.get((key, *stages))) is not None:
@@ -179,7 +179,8 @@ class ModelState:
         return unit
 
     def _frozen_directions(self, name: str, rows: int, rank: int, cast: int) -> Unit:
-        """Of OSFT: an fp32 basis, or two bf16 ones; W0_low, if it decays; a copy of Z during an update."""
+        """Bytes of OSFT's frozen directions: an fp32 basis, or two bf16 ones; W0_low, if it decays; a copy of Z during
+        an update."""
         linear = self.module.get_submodule(split_parameter_name(name)[0])
         basis = 4 * rows * (min(linear.weight.shape) - rank)
         is_split = self.is_cuda and COMPUTE_DTYPE[self.config.training.precision] == torch.bfloat16

@@ -24,7 +24,7 @@ from torchstone.training.state import Progress
 
 # Tokenized in less than a second.
 SMALL_BYTES = 4_000_000
-# Of English text, with a large vocabulary: a guess.
+# Average of English text with a large vocabulary; a guess.
 BYTES_PER_TOKEN = 4.0
 
 
@@ -34,10 +34,10 @@ class RunLength:
 
     batch_sizes: BatchSizes
     shares_rows: bool
-    # Of a row in memory, and of a token's document.
+    # Tokens of a row in memory; mean document length weighted by tokens.
     row_tokens: int
     mean_length: float
-    # Of one sample.
+    # Mean tokens of a sample.
     sample_tokens: float
     steps: int | None
     tokens: int | None
@@ -91,7 +91,7 @@ def _is_counted(config: Config, sources: list[DataSource], tokenizer: Tokenizer)
 
 
 def _count(config: Config, tokenizer: Tokenizer, dims: ParallelDims, is_text: bool, shares_rows: bool) -> RunLength:
-    """As `train` counts."""
+    """Counts steps and tokens the way `train` does."""
     # Validation data is not needed, but held-out rows are.
     config = replace(config, data=replace(config.data, validation_path=None))
     run_data = open_data(config, tokenizer, Console("quiet"), replace(SINGLE_PROCESS, dims=dims))

@@ -23,9 +23,9 @@ from torchstone.tuning.plan import OsftPlan
 
 # Shares of the published peaks, from the kernel times of `1b`, `8b` and `124m`.
 MATMUL, MEMORY, STREAM, NEWTON_SCHULZ = 0.73, 0.6, 0.8, 0.42
-# Of attention by head_dim, for long documents, and the length with half of it.
+# Share of the peak for attention, by head_dim, for long documents, and the length that reaches half of it.
 ATTENTION, WIDE_ATTENTION, HALF_LENGTH = 0.48, 0.58, 780.0
-# Of a link between GPUs: assumed.
+# Share of a link's bandwidth; assumed.
 LINK = 0.7
 # Seconds of a micro-step in which the GPU waits, and copies.
 IDLE = 0.005
@@ -90,7 +90,7 @@ def predict_step(job: Job, layout: Layout) -> StepTime | None:
 
 
 def _block_parameters(job: Job) -> int:
-    """Of the linears of a block."""
+    """Parameters of the linears in a block."""
     config = job.model.config
     queries, keys, values = config.qkv_features
     return config.width * (2 * queries + keys + values + (3 if config.is_gated else 2) * config.mlp_width)
@@ -109,7 +109,7 @@ def _passes(job: Job, recompute: str) -> tuple[float, float]:
 
 
 def _osft_flops(job: Job) -> float:
-    """Of a block and micro-batch: W is merged in both passes, and gradients and updates are projected."""
+    """FLOPs per block and micro-batch: W is merged in both passes, and gradients and updates are projected."""
     if not isinstance(job.model.tuning, OsftPlan):
         return 0.0
     ratio, narrow = job.model.tuning.unfreeze_rank_ratio, min(job.model.config.width, job.model.config.mlp_width)
@@ -117,8 +117,8 @@ def _osft_flops(job: Job) -> float:
 
 
 def _osft_bytes(job: Job, micro_steps: int) -> float:
-    """Of a block and step: W0 is read and W written in both passes, four products read the frozen directions, and what
-    surrounds them passes over Z fourteen times."""
+    """Bytes per block and step: W0 is read and W written in both passes, four products read the frozen directions, and
+    what surrounds them passes over Z fourteen times."""
     if not isinstance(job.model.tuning, OsftPlan):
         return 0.0
     ratio = job.model.tuning.unfreeze_rank_ratio
@@ -126,7 +126,7 @@ def _osft_bytes(job: Job, micro_steps: int) -> float:
 
 
 def _attention_flops(job: Job, recompute: str) -> float:
-    """Of a token in one layer, with the causal mask."""
+    """Attention FLOPs of one token in one layer, with the causal mask."""
     config = job.model.config
     windows = [job.mean_length if spec.window is None else min(spec.window, job.mean_length) for spec in config.layers]
     passes = 9 if recompute == "full" else 7
@@ -134,7 +134,7 @@ def _attention_flops(job: Job, recompute: str) -> float:
 
 
 def _memory_bytes(job: Job, recompute: str) -> float:
-    """That norms, activations and RoPE of a layer read and write for a token, forward and backward."""
+    """Bytes that a layer's norms, activations and RoPE read and write per token, forward and backward."""
     config = job.model.config
     (queries, keys, values), width, mlp = config.qkv_features, config.width, config.mlp_width
     elements = 9 * mlp + 18 * width + 4 * (queries + keys)

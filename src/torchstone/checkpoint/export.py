@@ -148,7 +148,7 @@ def _with_base(folder: Path, base: str) -> Iterator[Path]:
         for file in folder.iterdir():
             if file.name in CONFIG_FILES:
                 changed: dict[str, str | None] = {"base_model_name_or_path": name}
-                # That of PEFT, of a name on the hub.
+                # PEFT's `revision` belongs to a name on the hub.
                 changed |= {"revision": None} if file.name == ADAPTER_CONFIG else {}
                 write_json(copy / file.name, read_json(file) | changed)
             elif file.name != MANIFEST:

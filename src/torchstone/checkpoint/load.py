@@ -140,7 +140,7 @@ def has_moved_base(folder: Path) -> bool:
 
 
 def tuned_model_folder(folder: Path) -> Path:
-    """The folder of that model."""
+    """The folder of the model that an adapter or OSFT checkpoint was trained on."""
     name = recorded_base(folder)
     if not name:
         raise UsageError(f"{folder / CONFIG_FILE}: base_model_name_or_path is not set", "name the model there")

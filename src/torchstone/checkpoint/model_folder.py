@@ -246,7 +246,7 @@ def fallback_reason(folder: Path, execution: ExecutionOptions) -> str | None:
 
 
 def stored_implementation(folder: Path) -> Implementation:
-    """That of the run that saved a checkpoint; auto for any other folder."""
+    """The implementation of the run that saved a checkpoint; auto for any other folder."""
     return "fallback" if read_json_or_empty(folder / "state.json").get("implementation") == "fallback" else "auto"
 
 
@@ -276,7 +276,7 @@ def check_model_folder(
 def check_new_model(
     hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype, execution: ExecutionOptions
 ) -> dict[str, Choice]:
-    """The same checks for a new model."""
+    """What is chosen for a new model with this config. Raises if it cannot run as requested."""
     try:
         config = FAMILIES[hf_config["model_type"]].decoder_config(hf_config)
     except ValueError as error:
@@ -314,7 +314,7 @@ def read_base_model_info(folder: Path, execution: ExecutionOptions = DEFAULT_EXE
     stored = {name: file.tensors[name] for name, file in open_tensors(folder).items()}
     values = fingerprint(InMemoryTensors(stored), {name: tuple(tensor.shape) for name, tensor in stored.items()})
     tensors = {f"hf.{name}": tensor for name, tensor in stored.items()}
-    # As in Transformers, the names in files may lack the prefix of the model without its head.
+    # Names in files may lack the prefix of the model without its head. Transformers reads them, too.
     prefix = f"hf.{hf.base_model_prefix}."
     tensors |= {name: tensors[short] for name in shapes if (short := name.replace(prefix, "hf.", 1)) in tensors}
     not_for_osft = {

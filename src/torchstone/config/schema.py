@@ -565,7 +565,7 @@ FINE_TUNING_BATCH_SIZE = 32
 LORA_LEARNING_RATE = 2e-4
 OSFT_KEYS = ("unfreeze_rank_ratio", "osft_targets", "osft_train_rest")
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_rslora", "lora_dora")
-# What of LoRA is no part of an adapter.
+# LoRA settings that are not part of an adapter.
 LORA_RUN_KEYS = ("lora_plus_ratio", "adapter", "frozen_adapters", "quantize_base")
 # Sizes that apply to one kind of data: rows that hold several samples, or rows that hold one.
 PRESET_BATCH_KEYS = ("training.batch_size", "training.grad_accum_steps", "training.max_tokens_per_gpu")
@@ -596,7 +596,7 @@ class Rule:
     hint: str | None = None
     # Preparing or inspecting data needs a tokenizer, but no model.
     only_for_training: bool = False
-    # A plan does without data.
+    # A plan needs no data.
     is_about_data: bool = False
 
 

@@ -60,7 +60,7 @@ from torchstone.observe.console import Console
 
 # Increased whenever the same rows would give different tokens, or the layout of the files changes.
 CODE_VERSION = 2
-# Increased if only conversations would: runs on other data can then still be resumed.
+# Increased if only conversations give other tokens, so that runs on other data can still be resumed.
 CHAT_VERSION = 2
 JOURNAL_SECONDS = 2.0
 # Below this, starting processes takes longer than tokenizing.

@@ -24,7 +24,7 @@ from torchstone.data.formats import IGNORE_INDEX
 PADDING_DOC_ID = -1
 # Row lengths are a multiple of this, so that kernels and compilers see few shapes.
 LENGTH_MULTIPLE = 8
-# On a GPU, of this at least: matrix products in FP8 need it.
+# The minimum on a GPU: FP8 matmuls need multiples of it.
 GPU_LENGTH_MULTIPLE = 16
 
 
@@ -86,7 +86,7 @@ class MicroBatch(NamedTuple):
         return self[:4]
 
     def to(self, device: torch.device) -> MicroBatch:
-        # Towards the CPU, a copy that is not waited for could be read before it is there.
+        # A non-blocking copy to the CPU could be read before it is complete.
         return self._map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
     def pin_memory(self) -> MicroBatch:

@@ -37,7 +37,7 @@ def content_hash(path: Path, cache_dir: Path) -> str:
 
 
 def known_hash(path: Path, cache_dir: Path) -> str | None:
-    """The same, if it is in the cache."""
+    """The cached hash of the file, or None."""
     entry = read_json_or_empty(_entry_file(path, cache_dir))
     return str(entry["sha256"]) if entry.get("identity") == file_identity(path) else None
 

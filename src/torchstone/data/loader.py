@@ -197,7 +197,7 @@ def load_data(
     pad_to_buckets: bool = False,
 ) -> RunData:
     """Tokenizes what is not tokenized yet, and lays out the samples. `validation` has the paths of each validation set.
-    `pad_to_buckets`: as a GPU prefers it."""
+    `pad_to_buckets` pads rows to few lengths, for GPUs."""
     data, seed = config.data, config.training.seed
     sources = open_sources(data, train)
     is_text = all(source.row_format in TEXT_FORMATS for source in sources)

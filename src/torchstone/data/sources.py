@@ -718,7 +718,7 @@ def _arrow_bytes(table: Any) -> bytes:
 
 
 def _columns_to_read(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """Those of the columns `names` that may be used: of conversations also images, which make a bad row."""
+    """The columns among `names` that may be used. Conversations also need `images`, which make a bad row."""
     used = {*COLUMNS, *columns.values()}
     if not {"messages", "conversations", "prompt", "instruction"}.isdisjoint([*names, *columns]):
         used.add("images")

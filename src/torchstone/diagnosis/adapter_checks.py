@@ -64,7 +64,7 @@ def _update_error(linear: LoraLinear, scale: float) -> float:
 
 
 def _training_losses(diagnosis: Diagnosis) -> list[float]:
-    """Of the same batch, twice."""
+    """The loss of the same batch, computed twice."""
     run = diagnosis.run
     with randomized_adapters(run):
         run.model.train()

@@ -32,7 +32,7 @@ SHIFTS = range(-3, 6)
 SHIFTED_SHARE, MIN_LABELS = 0.9, 4
 # Nearly all labels that mean "masked", but are not -100, are the same, and there are many.
 MASK_VALUE_SHARE, MIN_MASK_VALUES = 0.9, 8
-# Of the samples: those without a trained token. Of the tokens: those that are trained.
+# Shares: samples without a trained token; tokens that are trained.
 MAX_UNTRAINED, MANY_UNTRAINED = 0.01, 0.5
 MIN_TRAINED, MIN_TRAINED_TEXT = 0.005, 0.9
 

@@ -34,7 +34,7 @@ class Finding:
     source: str | None = None
     next_step: str | None = None
     values: dict[str, float] = field(default_factory=dict)
-    # Of a skipped check: it applies to the run, but there is no memory for it.
+    # Set for a check that applies but was skipped for lack of memory.
     is_missing: bool = False
 
     def with_cause(self, cause: str, source: str, next_step: str, status: Status = "fail") -> Finding:

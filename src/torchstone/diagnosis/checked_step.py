@@ -21,13 +21,13 @@ from torchstone.training.run import Run
 CHECKED_ROWS, CHECKED_MICRO_STEPS = 2, 2
 # Conversations per rank, if they share rows.
 CHECKED_CONVERSATIONS = 6
-# Of a step, by type of the device: on a CPU for each thread. The checks compute about thirty steps.
+# FLOPs of a checked step by device type, on a CPU per thread. The checks compute about thirty steps.
 STEP_FLOPS, MIN_SAMPLE_TOKENS = {"cpu": 4e10, "cuda": 2e13}, 24
 # How far to look for samples with labels.
 MAX_SEARCHED_SAMPLES = 1 << 14
 # Micro-steps of a step, if conversations share rows.
 MICRO_STEPS = 3
-# Of a cut conversation: the share of its tokens before the first label.
+# The share of a cut conversation's tokens that are before the first label.
 CONTEXT_SHARE = 0.5
 
 

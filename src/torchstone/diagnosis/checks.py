@@ -257,7 +257,8 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "dtypes", "optimizer", "critical",
-        "parameters, gradients and moments have the dtypes of training.precision; updated weights are computed with",
+        "parameters, gradients and moments have the dtypes of training.precision; the forward pass uses the updated "
+        "weights",
         "Small updates are lost to rounding.",
         check_dtypes,
     ),

@@ -60,8 +60,8 @@ class Part:
 
 @dataclass(frozen=True)
 class ComparedMask:
-    """Of each token: MASKED, TRAINED or EITHER, and the number of its part, or -1. `ends`: the first end token of each
-    answer that should be trained. `mask`: whether each token is trained."""
+    """`expected_mask`: MASKED, TRAINED or EITHER for each token. `part_of_token`: the number of its part, or -1.
+    `ends`: the first end token of each answer that should be trained. `mask`: whether each token is trained."""
 
     row: SampledRow
     parts: Sequence[Part]
@@ -138,7 +138,7 @@ def read_template(run: Run) -> TemplateTexts:
 
 
 def compare_mask(run: Run, row: SampledRow, template: TemplateTexts) -> ComparedMask:
-    """Of the first document of a row."""
+    """Compares the mask of the first document of a row."""
     ids, turns = row.documents[0].ids, row.turns
     is_all = run.config.data.train_on == "all" or row.row.value.get("unmask") is True
     texts = TokenTexts(run, ids)

@@ -24,7 +24,7 @@ from torchstone.training.checks import merge_names
 from torchstone.training.run import Run
 from torchstone.wording import plural
 
-# Of the norm; the sum of squares of a large tensor rounds with the root of its size.
+# Limit for the norm; the sum of squares of a large tensor rounds with the root of its size.
 NORM_LIMIT, NORM_ROUNDING = 1e-4, 2e-7
 # The share of values that are exact in bf16: of a sum in fp32 it is small, of one in bf16 it is 1.
 BF16_SHARE_LIMIT = 0.95
@@ -40,7 +40,7 @@ MIN_VALUES = 64
 
 
 def check_gradients(diagnosis: Diagnosis) -> Finding:
-    # Of a wrong loss, or of other documents, they cannot be right.
+    # Gradients of a wrong loss or of other documents cannot be right.
     diagnosis.require("batch", "loss")
     weights = document_weights(diagnosis.contents, diagnosis.loss_sums)
     expected = diagnosis.reference.gradients(diagnosis.documents, weights)
@@ -67,7 +67,7 @@ def check_gradients(diagnosis: Diagnosis) -> Finding:
 
 
 def _explain(diagnosis: Diagnosis, errors: list[GradientError]) -> tuple[str, str, str]:
-    """The cause of wrong gradients, which are still in the exact run; where it comes from, and what to do."""
+    """The cause of wrong gradients, which are still in `fp32_run`; where it comes from, and what to do."""
     contents, sums, exact = diagnosis.contents, diagnosis.loss_sums, diagnosis.fp32_run
     if largest(errors).error <= EXACT_GRADIENT_LIMIT:
         return (

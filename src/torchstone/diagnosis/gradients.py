@@ -22,7 +22,7 @@ from torchstone.training.step import StepResult, compute_gradients
 
 # fp32: rounding gives up to 1e-5, a mistake 1e-2 or more.
 EXACT_GRADIENT_LIMIT = 1e-3
-# Of the norm of all gradients.
+# Added to the divisor of an error, as a share of the norm of all gradients.
 FLOOR = 1e-3
 
 

@@ -64,7 +64,7 @@ def measure_leak(run: Run, documents: Sequence[np.ndarray]) -> Leak:
 
 
 def find_leak(diagnosis: Diagnosis) -> str | None:
-    """What leaks in the exact run, in words; None if nothing does, or if it cannot be measured."""
+    """What leaks in `fp32_run`, in words; None if nothing does, or if it cannot be measured."""
     try:
         documents = short_documents(diagnosis)
     except SkipCheck:

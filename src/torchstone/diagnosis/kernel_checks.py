@@ -34,18 +34,18 @@ from torchstone.models.decoder import Block
 from torchstone.models.model import FallbackModel, NativeModel
 from torchstone.training.run import Run
 
-# Relative, of the loss. bf16 has 8 bits, FP8 four; the errors of tokens average out.
+# Limit of the loss's relative error. bf16 has 8 bits, FP8 four; the errors of tokens average out.
 PRECISION_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "bf16-pure": 1e-2, "fp8": 5e-2, "fp8-pure": 5e-2}
-# Of all gradients together. Beyond it they point elsewhere.
+# Limit for all gradients together. Beyond it they point elsewhere.
 PRECISION_GRADIENT_LIMITS = {"fp32": 1e-2, "bf16": 0.3, "bf16-pure": 0.3, "fp8": 0.7, "fp8-pure": 0.7}
-# Of a fused loss: ours sums in another order, Liger's kernel approximates.
+# Limit for a fused loss: ours sums in another order, Liger's kernel approximates.
 LIGER_LIMIT = 1e-2
 # Not a divisor of anything, so that the last chunk is a partial one.
 CHUNK_TOKENS = 37
-# Of a kernel against eager attention: loss and gradients, in the dtype of the run.
+# Limits for a kernel against eager attention: loss and gradients, in the dtype of the run.
 KERNEL_LIMITS = {"fp32": (EXACT_LIMIT, EXACT_GRADIENT_LIMIT)}
 BF16_KERNEL_LIMITS = (1e-2, 0.1)
-# Times these limits.
+# Except in fp32, a kernel that is off by up to this multiple of its limits gives only a warning.
 FAILS_AT = 3.0
 # (hidden states, head weight, labels) -> loss sum.
 LossSum = Callable[..., Tensor]
@@ -62,7 +62,7 @@ def check_mixed_precision(diagnosis: Diagnosis) -> Finding:
     with randomized_adapters(run):
         loss = compute_step(diagnosis, run).loss
         errors = gradient_errors(run, expected)
-    # Of all tensors together: bf16 may lose small ones.
+    # One error for all tensors together: bf16 may lose small ones.
     sizes = {name: tensor.double().norm().item() for name, tensor in expected.items()}
     differences = [each.error * sizes[each.name] for each in errors]
     distance, error = math.hypot(*differences) / max(math.hypot(*sizes.values()), 1e-30), relative(loss, right)
@@ -125,7 +125,7 @@ def _distance(gradient: Tensor, expected: Tensor) -> float:
 
 
 def _hidden_states(diagnosis: Diagnosis) -> tuple[Tensor, Tensor]:
-    """The input of the head for a document with labels, and the labels; by the plain model."""
+    """The input of the head for a document with labels, and the labels; computed by `reference_run`."""
     document = next(each for each in diagnosis.documents if (each.shifted(1) >= 0).any())
     module, device = diagnosis.reference_run.model.module, diagnosis.device
     ids_BT = torch.from_numpy(document.ids.astype(np.int64))[None].to(device)

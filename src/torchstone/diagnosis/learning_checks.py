@@ -35,7 +35,7 @@ TOO_SMALL = 1e-5
 MAX_TOKENS, MIN_TOKENS, SMALL_BATCH, MAX_STEPS, FULL_STEPS = 64, 24, 4, 100, 400
 # Learning rates that are tried, as shares of that at which the loss diverges.
 RATE_SHARES, MAX_RATE = (0.1, 0.3, 0.03), 1e-2
-# By default, of each check.
+# Seconds for each check without --full.
 MAX_SECONDS = 30.0
 # Steps and learning rate that find the best hidden states for a frozen head.
 HEAD_STEPS, HEAD_RATE = 100, 0.1
@@ -213,7 +213,7 @@ def lowest_loss(diagnosis: Diagnosis, targets: Sequence[int] | np.ndarray) -> fl
     if model.tuning is None or model.tuning.is_trained(HEAD):
         softcap = model.decoder_config.logit_softcap
         return 0.0 if softcap is None else math.log1p((model.vocab_size - 1) * math.exp(-2 * softcap))
-    # An unsharded one.
+    # `reference_run` is not sharded.
     decoder = diagnosis.reference_run.model.module
     labels = torch.as_tensor(np.asarray(targets, dtype=np.int64), device=decoder.head.weight.device)
     # The row of a target in the head is near the best hidden state.

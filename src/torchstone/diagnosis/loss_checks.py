@@ -34,7 +34,7 @@ def check_batch(diagnosis: Diagnosis) -> Finding:
 
 
 def check_loss(diagnosis: Diagnosis) -> Finding:
-    # Of other documents it cannot be right.
+    # The loss of other documents cannot be right.
     diagnosis.require("batch")
     right = diagnosis.loss_sums.loss
     losses = [measure_loss(diagnosis, diagnosis.fp32_run) for _ in range(2)]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ANSWER_FORMATS: tuple[RowFormat, ...] = (*CHAT_FORMATS, "prompt")
 EMPTY_THINKING = re.compile(r"<((?:think|thought|reason)[\w:]*)>\s*</\1>")
-# Of a longer row, in tokens, only the end is decoded.
+# Only this many tokens at the end of a row are decoded.
 MAX_DECODED = 4096
 QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 # Some templates end an answer with several tokens. Generation stops at the first stop token.
@@ -220,7 +220,7 @@ def _find_end(run: Run, row: SampledRow) -> RowEnd | None:
         return None
     end_ids = {hf.eos_token_id, *run.tokenizer.stop_ids}
     if row.row_format in ANSWER_FORMATS:
-        # Of an answer also other added tokens, unless they are a part of it.
+        # Other added tokens may end an answer, too, unless they are a part of it.
         end_ids |= {
             number for number, token in hf.added_tokens_decoder.items() if token.content not in row.turns[-1].text
         }

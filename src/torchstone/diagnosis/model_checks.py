@@ -161,7 +161,7 @@ def check_saved_model(diagnosis: Diagnosis) -> Finding:
 
 
 def take_step(diagnosis: Diagnosis, learning_rate: float) -> None:
-    """An update of `exact`, outside of a schedule."""
+    """Updates `fp32_run` once, outside of a schedule."""
     exact = diagnosis.fp32_run
     exact.optimizer.reset_state()
     exact.model.train(False)

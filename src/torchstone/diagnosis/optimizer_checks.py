@@ -34,7 +34,7 @@ STATE_DTYPES = {
 COMPUTE_DTYPES = dict.fromkeys(STATE_DTYPES, torch.bfloat16) | {"fp32": torch.float32}
 # Below it even fp32 rounds updates away.
 MIN_LEARNING_RATE = 1e-6
-# Of a step that changes weights in bf16, too.
+# The learning rate of a step that changes weights in bf16, too.
 LEARNING_RATE = 1e-2
 # The share of a weight that one step of the weight-decay check takes.
 DECAY, DECAY_LIMIT = 0.5, 0.02
@@ -42,7 +42,7 @@ SCHEDULE_LIMIT = 1e-6
 # Steps that are really trained at each point of the schedule.
 SCHEDULE_STEPS, ENDLESS_STEPS = 2, 40
 MAX_ASKED = 10_000
-# Of the weights with a gradient: warn if a larger share does not change; fail above the second share.
+# Shares of the weights with a gradient that do not change: a warning above the first, a failure above the second.
 SWALLOWED_LIMITS, MOST_SWALLOWED = {torch.float32: 0.01, torch.bfloat16: 0.5}, 0.99
 
 

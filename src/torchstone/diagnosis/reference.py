@@ -2,7 +2,7 @@
 
 For each document one forward pass of a row of its own, without packing or padding; labels shifted once, those of -100
 left out; the cross-entropies in fp32, summed over all documents and divided by their number. It shares no code with the
-loader, the collation, the runner and the losses of the package, only the model, which is `Diagnosis.plain`.
+loader, the collation, the runner and the losses of the package, only the model, which is `Diagnosis.reference_run`.
 
 Each rank computes every n-th document, and the results are summed.
 """

@@ -31,8 +31,8 @@ WHAT_REMAINS = (
     "at how the model starts"
 )
 HOW_TO_COMPLETE = (
-    "run what is missing where there is memory for it: on more or larger GPUs, or with a smaller model of the same "
-    "kind (--model.depth 2 without model.path)"
+    "run the missing checks with more memory: on more or larger GPUs, or with a smaller model of the same kind "
+    "(--model.depth 2 without model.path)"
 )
 COMPARE = "if other code trains on the same data and settings, compare its losses step by step (metrics.jsonl)"
 LABEL_WIDTH, NAME_WIDTH = 6, 20

@@ -1,7 +1,7 @@
 """Runs the checks one after the other, on all ranks together.
 
-A check must not end the diagnosis: an exception becomes a failure that says so, and running out of memory a check that
-is missing in the verdict. Every rank has a finding of its own; the worst one counts. An error of one rank alone while
+A check must not end the diagnosis: an exception becomes a failure that says so. A check that runs out of memory counts
+as missing in the verdict. Every rank has a finding of its own; the worst one counts. An error of one rank alone while
 ranks exchange tensors does end it: the others wait for that rank until the timeout of the process group.
 """
 

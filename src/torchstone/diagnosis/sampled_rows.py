@@ -34,13 +34,13 @@ from torchstone.diagnosis.check import SkipCheck
 from torchstone.diagnosis.turns import Turn, read_turns
 from torchstone.training.run import Run
 
-# Of a source: rows, and the chunks of about 2 MB they are from. Each of many sources has less, but at least MIN_ROWS.
+# Rows of a source, and the chunks of about 2 MB they are from. Each of many sources has less, but at least MIN_ROWS.
 MAX_ROWS, MAX_CHUNKS, MIN_ROWS = 64, 8, 8
 # A row may have been left out, so more are parsed.
 PARSED_PER_ROW = 4
 # At most this many chunks are skipped between two that are sampled.
 MAX_CHUNK_STEP = 4
-# Of the step that is looked at, and of all sources where tokens are counted.
+# Tokens of the step that is looked at; tokens of all sources where tokens are counted.
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 18, 1 << 24
 # A failure concerns at least this share of what was looked at, unless a single case is one.
 MAX_WRONG = 0.05

@@ -1,4 +1,4 @@
-"""What the checks of `torchstone diagnose` work on: the run as `torchstone train` builds it, and plain references.
+"""What the checks of `torchstone diagnose` work on: the run as `torchstone train` builds it, and its references.
 
 All of it comes from `build_run`, in a temporary folder, so nothing is left in the folder of the user's run, and nothing
 is resumed. A second and a third model are built when a check first asks for them; where memory does not suffice for
@@ -128,7 +128,7 @@ class Diagnosis:
 
     @cached_property
     def documents(self) -> list[Document]:
-        """Those of the checked step."""
+        """The documents of the checked step."""
         return step_documents(self.step.data, self.step.indices)
 
     @cached_property
@@ -142,7 +142,7 @@ class Diagnosis:
 
     @cached_property
     def loss_sums(self) -> LossSums:
-        """By definition, of the checked step."""
+        """The loss sums of the checked step, by definition."""
         return self.reference.losses(self.documents)
 
     @contextmanager

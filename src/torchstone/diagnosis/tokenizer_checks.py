@@ -49,11 +49,11 @@ MAX_CHARACTERS = 1 << 20
 # What must not happen to texts: on their way from the rows, and in the tokenizer.
 OTHER, OTHER_SPACES = "are not in the tokens of their rows", "have other spaces or line breaks in their rows' tokens"
 LOST, SPACES = "lose characters", "change spaces"
-# Of a row of ids: so many are looked at.
+# How many ids of a row are looked at.
 MAX_IDS = 4000
-# Of a row of ids: those that do not come back when its text is tokenized again. Some rows were joined from parts.
+# Limits for the ids of a row that do not come back when its text is tokenized again. Some rows were joined from parts.
 MAX_LOST_IDS, MAX_LOST_SHARE = 2, 0.02
-# Of the model's tokens. A reserved one may have been renamed.
+# Limit for the share of the model's tokens with another id. A reserved one may have been renamed.
 MAX_MOVED = 0.01
 MAX_NAMES = 5
 

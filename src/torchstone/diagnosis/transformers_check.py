@@ -31,9 +31,9 @@ from torchstone.diagnosis.restore import zeroed_adapters
 from torchstone.diagnosis.session import Diagnosis, on_first_rank
 from torchstone.models.model import NativeModel
 
-# Of the largest logit. In fp32 deep models differ by 1e-5.
+# Relative to the largest logit. In fp32 deep models differ by 1e-5.
 LOGITS_LIMIT = 1e-4
-# Of the gradient's norm.
+# Relative to the gradient's norm.
 GRADIENT_LIMIT = 1e-3
 MAX_DOCUMENTS, MAX_TOKENS = 3, 512
 # One document is made longer than the sliding window, unless it would have more tokens than so many steps.
@@ -67,7 +67,7 @@ def check_transformers(diagnosis: Diagnosis) -> Finding:
 
 
 class Comparison:
-    """The plain model and Transformers' model of `folder`, on a few documents."""
+    """The model of `reference_run` and Transformers' model of `folder`, on a few documents."""
 
     def __init__(self, diagnosis: Diagnosis, folder: Path) -> None:
         self.diagnosis, self.folder, self.model = diagnosis, folder, diagnosis.reference_run.model
@@ -193,7 +193,7 @@ class Comparison:
         return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
     def _errors(self, hf: nn.Module) -> list[float]:
-        """Of each document."""
+        """The largest error of the logits of each document, relative to the largest logit."""
         theirs = self._logits(lambda ids: hf(input_ids=self._ids(ids), use_cache=False).logits[0])
         scale = max(1.0, *(logits.abs().max().item() for logits in theirs))
         return [(a - b).abs().max().item() / scale for a, b in zip(self.ours, theirs, strict=True)]

@@ -61,7 +61,7 @@ def read_turns(row_format: RowFormat, value: dict[str, Any], train_on: str) -> l
 
 
 def read_messages(row_format: RowFormat, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of a row of conversations, as the file has them."""
+    """The messages of a row of conversations, as the file has them."""
     if row_format == "alpaca":
         question = value["instruction"] + (f"\n\n{value['input']}" if value.get("input") else "")
         pairs = [*(value.get("history") or []), (question, value["output"])]
@@ -89,7 +89,7 @@ def _rename(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_turn(message: dict[str, Any], is_trained: bool) -> Turn:
-    """Of a call without a content, its name is the text."""
+    """The turn of a message. The text of a call without content is the name of its function."""
     content, functions = message.get("content"), message.get("tool_calls") or []
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content)

@@ -29,9 +29,9 @@ from torchstone.training.loop import train_loop
 from torchstone.training.run import Callback, Run
 
 STEPS, LEARNING_RATE, MAX_NORM = 2, 1e-2, 1e-3
-# Of a tensor on each rank.
+# How many values of a tensor are compared on each rank.
 MAX_VALUES = 16_384
-# Of the norm of an update, beyond the rounding of the weights. Moments in bf16 have 8 bits.
+# Limit for the error of an update beyond the rounding of the weights, relative to its norm. bf16 moments have 8 bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 # (norm of all gradients, a tensor's gradient) -> the clipped gradient.
 Clip = Callable[[float, Tensor], Tensor]
@@ -44,7 +44,7 @@ class Formula:
     betas: tuple[float, float]
     eps: float
     decay: float
-    # As the optimizer's group has it.
+    # The weight decay of the optimizer's group.
     group_decay: float = 0.0
     clip: Clip = lambda norm, gradient: min(1.0, MAX_NORM / (norm + 1e-6)) * gradient
     rate: float = LEARNING_RATE
@@ -233,7 +233,7 @@ def record_updates(diagnosis: Diagnosis) -> UpdateRecorder:
 
 
 def formulas(run: Run, optim: OptimConfig, eps: float) -> dict[str, Formula]:
-    """Of this rank's tensors that AdamW updates. What OSFT projects afterwards is not a part of it."""
+    """The formula of each tensor of this rank that AdamW updates, without the projection of OSFT."""
     kinds = parameter_kinds(run)
     groups = [(parameter, group) for group in run.optimizer.param_groups for parameter in group["params"]]
     scales = {parameter: group.get("lr_scale", 1.0) for parameter, group in groups}

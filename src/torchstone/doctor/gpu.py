@@ -17,10 +17,10 @@ from torchstone.errors import first_line
 from torchstone.launch.gpus import list_gpus, nvml
 from torchstone.observe.mfu import peak_flops
 
-# Of the memory: the context of one process takes less.
+# Share of the memory; the context of one process takes less.
 BUSY_SHARE = 0.1
 LOAD_SECONDS, LOAD_SIZE = 0.5, 4096
-# Of the highest SM clock. The power limit alone keeps a GPU above it.
+# Share of the highest SM clock. The power limit alone keeps a GPU above it.
 MIN_CLOCK_SHARE = 0.5
 
 
@@ -107,7 +107,7 @@ def measure_flops(device: torch.device) -> float:
 
 
 def read_clocks(device: torch.device) -> dict[str, Any]:
-    """Clocks in MHz and what slows them down; empty for a GPU that NVIDIA's library does not tell about."""
+    """Clocks in MHz and what slows them down; empty for a GPU that NVML does not report."""
     from pynvml import NVMLError
 
     try:

@@ -165,7 +165,7 @@ def cpu_quota() -> float | None:
 
 
 def check_clock(wall: float, monotonic: float) -> Finding:
-    """Whether the wall clock was set since the two times of its clocks: then logs and ETAs are wrong."""
+    """Whether the wall clock was changed since both clocks were read: then logs and ETAs are wrong."""
     elapsed = time.monotonic() - monotonic
     step = time.time() - wall - elapsed
     if abs(step) > MAX_CLOCK_STEP:

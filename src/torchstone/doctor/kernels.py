@@ -62,7 +62,7 @@ def check_kernels(device: torch.device) -> Iterator[CheckResult]:
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """That of training.precision auto."""
+    """The dtype that training.precision auto chooses."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

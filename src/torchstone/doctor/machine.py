@@ -67,7 +67,7 @@ def check_machines(
 def check_rank(
     device: torch.device, wants_gpu: bool, output_dir: Path, log: Callable[[str], None]
 ) -> Iterator[CheckResult]:
-    """Of the ranks of a host, the first one checks the host, and each one its GPU."""
+    """The first rank of a host checks the host, and each rank its GPU."""
     is_first = local_rank() == 0
     clocks = time.time(), time.monotonic()
     if is_first:

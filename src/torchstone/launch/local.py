@@ -32,7 +32,7 @@ from torchstone.launch.supervise import EXIT_LOST, EXIT_SAVED, FORWARDED, POLL_I
 
 # Seconds for a preparation to end after a signal. It keeps what it has finished.
 PREPARE_GRACE = 5.0
-# Of workers one of which ran out of memory, on this node or on another one.
+# Exit codes after a worker ran out of memory, on this node or another.
 OUT_OF_MEMORY_CODES = (OutOfMemoryError.exit_code, EXIT_LOST)
 
 

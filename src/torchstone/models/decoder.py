@@ -265,7 +265,7 @@ class MLP(nn.Module):
         self.activation, self.is_gated, self.is_fused = ACTIVATIONS[config.activation], config.is_gated, is_fused
         # Another way to compute `gate_activation`, set by liger.py.
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
-        # As in `Attention`.
+        # Another way to compute `project`, set by tuning/.
         self.project: Project = project
         if config.is_gated and is_fused:
             self.gate_up = nn.Linear(config.width, 2 * config.mlp_width, bias=config.mlp_bias)

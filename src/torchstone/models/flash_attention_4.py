@@ -64,7 +64,7 @@ def flash_attention_backward(
         q, k, v, out, grad_out.contiguous(), lse, scale, True, softcap, window_size_left=_left(window),
         deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(cu_seqlens, max_seqlen),
     )  # fmt: skip
-    # As the fake kernel says: its own have the strides of q, k and v.
+    # The fake kernel returns contiguous gradients; the real ones have the strides of q, k and v.
     grad_q, grad_k, grad_v = (gradient.contiguous() for gradient in gradients)
     return grad_q, grad_k, grad_v
 

@@ -87,7 +87,7 @@ class Model(ABC):
     @property
     @abstractmethod
     def parameter_count(self) -> int:
-        """Of the whole model, whatever this rank holds of it, without adapters."""
+        """The parameters of the whole model, not only of this rank's part, without adapters."""
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -222,7 +222,7 @@ class NativeModel(Model):
     module: Decoder
     family: Family = FAMILIES["llama"]
     decoders: list[Decoder] = field(default_factory=list)
-    # Of the chunked loss, set by `apply_execution`.
+    # Tokens of a chunk of the chunked loss, set by `apply_execution`.
     chunk_tokens: int | None = None
 
     @property
@@ -373,7 +373,7 @@ class ExecutionPlan(NamedTuple):
     """How a native model runs on a device. `choices` are by config key."""
 
     choices: dict[str, Choice]
-    # Of the chunked loss.
+    # Tokens of a chunk of the chunked loss.
     chunk_tokens: int | None
     liger: LigerChoice
 
@@ -381,7 +381,7 @@ class ExecutionPlan(NamedTuple):
 def choose_execution(
     config: DecoderConfig, execution: ExecutionOptions, device: torch.device, dtype: torch.dtype
 ) -> ExecutionPlan:
-    """What the settings that may be `auto` are. Raises UsageError for what cannot run."""
+    """The values chosen for settings that may be `auto`. Raises UsageError for what cannot run."""
     attention, compile_ = choose_attention(config, execution, device, dtype), choose_compile(execution, device)
     liger = choose_liger(execution.liger, config, compile_.value, device, execution.tp, execution.loss)
     loss, chunk_tokens = Choice("liger", AS_REQUESTED), None
@@ -398,7 +398,7 @@ def choose_execution(
 
 
 def choose_fallback_execution(execution: ExecutionOptions) -> dict[str, Choice]:
-    """The same for the fallback, except for attention, which Transformers chooses when it loads a model."""
+    """The values chosen in the fallback, without attention, which Transformers chooses at load."""
     is_full = execution.recompute == "full"
     return {
         "model.loss": Choice("full", "the Transformers fallback computes all logits"),

@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
             self.adamw.update_copies()
 
     def reset_state(self) -> None:
-        """As that of AdamW, whose state is a part of this one."""
+        """Drops all moments and step counts, including those of AdamW, which share this state."""
         self.adamw.reset_state()
 
     @torch.no_grad()

@@ -45,13 +45,13 @@ class StepSizes:
     # How much of `state_bytes` are gradients and moments. A backward pass makes the gradients, unless there are some.
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
-    # Of the optimizer, beside its moments, while it updates.
+    # Bytes the optimizer needs beside its moments during the update.
     update_bytes: int = 0
     # Gathered parameters of FSDP2, and buffers of tensor parallelism and of pipelines.
     communication_bytes: int = 0
-    # Of FSDP2, for a block: its gradients and, in fp32, what is reduced.
+    # Bytes FSDP2 needs to reduce the gradients of a block: the gradients and, in fp32, what is reduced.
     reduced_bytes: int = 0
-    # Of `gradient_bytes`, those of one block.
+    # The part of `gradient_bytes` that belongs to one block.
     block_gradient_bytes: int = 0
     attention: str = "flash"
     # Whether attention gets a mask [T, T] (sdpa and eager).
@@ -183,7 +183,7 @@ def _attention_extra(sizes: StepSizes) -> float:
     if sizes.attention == "eager":
         wide = 4 if sizes.itemsize == 4 else 4 + sizes.itemsize
         return sizes.row_tokens * (heads * wide + 1)
-    # As floats, which the kernel keeps.
+    # The kernel keeps the mask as floats.
     return sizes.row_tokens * sizes.itemsize if sizes.has_mask and sizes.attention == "sdpa" else 0
 
 

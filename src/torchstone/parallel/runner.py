@@ -72,7 +72,7 @@ class Runner:
         self._reduces_once = reduces_once_per_step(self.parallel, ctx.dims.dp_shard)
         # The length that no document of the run exceeds, if it is known: one number for compiled code.
         self.longest_document = longest_document
-        # Of OSFT.
+        # Set for OSFT.
         self.projection: SubspaceProjection | None = None
         # The micro-batch that is being computed, or that failed; of a pipeline, the largest one.
         self.running: MicroBatch | None = None

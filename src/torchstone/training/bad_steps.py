@@ -56,7 +56,7 @@ MAX_NAMES = 3
 MAX_REPORTS = 3
 
 
-# A loss this many times that of guessing, and the lowest recent one, is that of a damaged model.
+# A loss above this multiple of both random guessing and the lowest recent loss means a damaged model.
 DAMAGED = 2.0
 # A lower loss may have no gradient left.
 LEARNED = 0.01
@@ -84,7 +84,7 @@ class RollBack(Exception):
 
 
 class Rollbacks:
-    """What the next attempt of a run has to know of those before it."""
+    """What the next attempt must know about earlier ones."""
 
     def __init__(self, max_repeats: int, output_dir: Path) -> None:
         self.max_repeats, self.output_dir = max_repeats, output_dir
@@ -107,7 +107,10 @@ class Rollbacks:
         self.checkpoint, self.samples, self.stop_request = request.checkpoint, request.samples, request.stop_request
         self.nan_reports = request.nan_reports
         start = "the start of the run" if request.checkpoint is None else request.checkpoint
-        console.warn(f"{request}; back to {start}, and on from sample {request.samples}: the data before is left out")
+        console.warn(
+            f"{request}; rolling back to {start} and continuing from sample {request.samples}; the data in between is "
+            "skipped"
+        )
 
     @property
     def resume(self) -> str | None:
@@ -138,7 +141,7 @@ def reads_numbers_first(debug: DebugConfig) -> bool:
 
 
 def describe_damage(run: Run, computed: ComputedStep, learning_rate: float) -> str | None:
-    """What numbers that are finite say of weights that training has destroyed; None if nothing."""
+    """A warning if finite numbers show that training has destroyed the weights, else None."""
     loss, guessing = computed.result.loss, math.log(run.model.vocab_size)
     if loss > DAMAGED * max(guessing, min(run.progress.recent_losses, default=loss)):
         what = f"the loss is {loss:.1f}, and guessing any token gives {guessing:.1f}"
@@ -164,7 +167,7 @@ def loss_limit(losses: Sequence[float], debug: DebugConfig) -> float:
 
 
 def remember_loss(run: Run, loss: float) -> None:
-    """Of a step whose update was applied."""
+    """Records the loss of a step whose update was applied."""
     if run.config.debug.on_spike != "off":
         run.progress.recent_losses = [*run.progress.recent_losses, loss][-WINDOW - 1 :]
 

@@ -121,7 +121,7 @@ def _read_text(path: Path) -> str:
 
 
 def free_device_memory(device: torch.device) -> None:
-    """Of objects that nothing refers to any more."""
+    """Frees the memory of unreachable objects."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -161,7 +161,7 @@ def smaller_states(
 
 
 def frozen_bytes(model: Model, projection: SubspaceProjection | None = None) -> int:
-    """Of what `state_bytes` counts, that which has no gradients and moments."""
+    """The part of `state_bytes` without gradients and moments: what is frozen."""
     copies = {} if model.master_weights is None else model.master_weights.copies
     frozen = [copies.get(p, p) for _, p in model.named_parameters() if not p.requires_grad]
     linears = [module for part in model.model_parts for module in part.modules() if isinstance(module, QuantizedLinear)]
@@ -170,7 +170,7 @@ def frozen_bytes(model: Model, projection: SubspaceProjection | None = None) -> 
 
 
 def _shard(sizes: StepSizes, memory: int | None) -> Change:
-    """On as few GPUs as fit, or on the most."""
+    """Shards over the fewest of GPU_COUNTS that fit, else over the most."""
     for gpus in GPU_COUNTS:
         keys = ("state_bytes", "gradient_bytes", "accumulation_bytes")
         sharded = replace(sizes, **{key: getattr(sizes, key) // gpus for key in keys})
@@ -211,7 +211,7 @@ def describe_fit(run: Run, shape: Sequence[int] | None = None, is_measured: bool
     sizes = _step_sizes(run, model, rows, row_tokens, bool(accumulates))
     memory = available_memory(device) if device.type == "cuda" else None
     if phase.startswith(UPDATING):
-        # Without activations, of which there are none then.
+        # The update needs no activations.
         sizes = replace(sizes, rows=1, row_tokens=1)
         changes = possible_changes(run, sizes, flags, memory)
         return rank_changes(sizes, [each for each in changes if each.sizes.state_bytes < sizes.state_bytes], memory)
@@ -274,10 +274,8 @@ def size_flags(batch: BatchSizes, training: TrainingConfig, context_length: int,
 
 
 def state_bytes(model: Model, optimizer: AdamW | Muon, projection: SubspaceProjection | None = None) -> int:
-    """Of this rank's weights, gradients and moments in a step of one micro-batch, also if they do not exist yet.
-
-    Also of quantized weights, and of the frozen directions of OSFT (`projection`).
-    """
+    """Bytes of this rank's weights, gradients and moments in a step with one micro-batch, whether or not they exist
+    yet. Includes quantized weights, and the frozen directions of OSFT (`projection`)."""
     total, copies = 0, {} if model.master_weights is None else model.master_weights.copies
     for _, parameter in model.named_parameters():
         copy = copies.get(parameter)
@@ -300,6 +298,6 @@ def gradient_bytes(model: Model) -> int:
 
 
 def accumulation_bytes(model: Model) -> int:
-    """What the sum of several micro-batches' gradients takes beyond the gradients of one."""
+    """Extra bytes for accumulating the gradients of several micro-batches."""
     copies = {} if model.master_weights is None else model.master_weights.copies
     return sum(master.nbytes - copy.nbytes for master, copy in copies.items() if master.requires_grad)

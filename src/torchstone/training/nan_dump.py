@@ -233,7 +233,7 @@ def _choose(
 
 
 def _copy(model: Model, tensors: Iterable[tuple[str, Tensor]], limit: int, first: Iterable[str]) -> Shards:
-    """As `_choose`, as copies on the CPU in fp32."""
+    """Copies on the CPU, in fp32, of the shards that `_choose` returns."""
     shards = _choose(model, tensors, limit, first, itemsize=4)
     copies = {
         name: replace(shard, tensor=shard.tensor.detach().to("cpu", torch.float32, copy=True))

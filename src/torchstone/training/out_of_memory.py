@@ -157,7 +157,7 @@ def restore_limit(run: Run, saved_settings: dict[str, Any] | None) -> None:
 
 
 def _split_to_limit(run: Run, batch: StepBatch) -> StepBatch:
-    """With as many micro-batches on all ranks, which take part in each other's."""
+    """Splits micro-batches that exceed the limit, and adds empty ones, so that all ranks have the same number."""
     limit, data = run.micro_batch_limit, run.data
     if limit is None:
         return batch

@@ -243,7 +243,8 @@ def _origin(runner: Runner, call: Call, stage: Stage) -> Origin:
 
 
 def _first_origin(runner: Runner, own: Origin | None) -> Origin | None:
-    """Of all ranks: the forward pass before the backward pass, which begins at the last pipeline stage."""
+    """The first origin over all ranks: the forward pass precedes the backward pass, which begins at the last pipeline
+    stage."""
     ctx = runner.ctx
     found = [(origin, pp_rank) for origin, pp_rank in ctx.all_gather_object((own, ctx.pp_rank)) if origin is not None]
 

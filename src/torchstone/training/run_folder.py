@@ -184,7 +184,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 def _value_text(value: Any) -> str:
-    """As on the command line, where a setting without a value is `none`."""
+    """The value as it is typed on the command line: `none` for a setting without a value."""
     return "none" if value is None else str(value)
 
 
@@ -194,7 +194,7 @@ def run_identity(config: Config, data: RunData) -> dict[str, Any]:
 
 
 def config_identity(config: Config) -> dict[str, Any]:
-    """What of that is known without the data."""
+    """The part of the run's identity that is known without the data."""
     tuning = to_dict(config)["tuning"]
     return {
         "model.path": config.model.path,

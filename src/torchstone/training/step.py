@@ -57,7 +57,7 @@ class StepResult:
         return self._values[0][0] / self.loss_tokens
 
     def exceeds(self, max_loss: float) -> bool:
-        """As `optimizer_step` decides it on the device."""
+        """Whether the loss exceeds the limit, as `optimizer_step` decides on the device."""
         return self._values[0][0] > max_loss * self.loss_tokens
 
     @property
@@ -171,9 +171,8 @@ def optimizer_step(
 
 
 def measure_osft(runner: Runner, step: int) -> Tensor | None:
-    """How far OSFT is from orthogonal, in one linear of each rank, another one in every step; the largest of all ranks.
-
-    On CUDA it is copied to the host, and known later."""
+    """The largest deviation of OSFT from orthogonality over all ranks. Each step measures one linear per rank, each
+    time a different one. On CUDA the value is copied to the host without waiting, and is known later."""
     if runner.projection is None:
         return None
     error = runner.projection.measure(step).to(runner.device)

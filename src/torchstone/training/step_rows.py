@@ -38,6 +38,6 @@ def rows_of_micro_batch(run: Run, samples: Samples, indices: np.ndarray, batch: 
 
 
 def describe_rows(rows: Sequence[Row]) -> str:
-    """The longest ones."""
+    """The longest rows as text, and how many more there are."""
     longest = sorted(rows, key=lambda row: -row[1])
     return list_first([f"{row} ({length} tokens)" for row, length in longest], MAX_ROWS_SHOWN) or "only padding"

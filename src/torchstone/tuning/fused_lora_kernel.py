@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Of one program: few enough to keep all multiprocessors busy to the end, enough for few partial sums.
+# Columns and tokens of a program: few enough to keep all multiprocessors busy to the end, enough for few partial sums.
 SPLIT_COLUMNS, SPLIT_TOKENS = 1024, 1024
 MIN_PADDED_RANK = 16
-# Of a thread in the backward pass, so that three programs share a multiprocessor; the sums of larger ranks need more.
+# Registers of a thread in the backward pass, so that three programs share a multiprocessor; larger ranks need more.
 MAX_REGISTERS = 168
 
 

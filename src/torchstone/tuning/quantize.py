@@ -28,7 +28,7 @@ from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.tensors import TensorSource, dtype_name, slice_at
 
 Quantization = Literal["nf4", "int8"]
-# As in QLoRA: this many elements share a scale, and this many scales share one.
+# The sizes of QLoRA: this many elements share a scale, and this many scales share one.
 BLOCK, SCALE_BLOCK = 64, 256
 INT8_MAX = 127
 
