@@ -133,7 +133,7 @@ def current_phase() -> str:
 
 
 def begin_startup(of_process: bool = False) -> None:
-    """From now on, or from the start of this process, phases are timed, until `end_startup`."""
+    """Times phases from now on, or from the start of this process, until `end_startup`."""
     _state.startup_seconds, _state.phase = {}, "starting"
     _state.phase_began = psutil.Process().create_time() if of_process else time.time()
 

@@ -122,7 +122,7 @@ def _warn_about_resumed_size(run: Run, recorded: dict[str, Any], identity: dict[
 
 
 def remember_out_of_memory(run: Run) -> None:
-    """After a step that ran out of memory, though its size was found: the next run of this kind does not try it."""
+    """Records that a step of a size that was found ran out of memory: the next run of this kind does not try it."""
     limit = run.progress.micro_batch_limit
     if "auto_batch" not in run.checkpoint_info or limit is None or not run.config.auto_batch.cache:
         return

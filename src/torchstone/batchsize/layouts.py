@@ -108,7 +108,7 @@ def _rank(each: RankedLayout) -> tuple[float, int]:
 
 
 def _rounded_speed(each: RankedLayout) -> float:
-    """To three digits: predictions are not more exact."""
+    """Tokens per second to three digits: predictions are not more exact."""
     return float(f"{each.time.tokens_per_second:.3g}")
 
 

@@ -202,7 +202,7 @@ def _choose(
 
 
 def _open_tokenizer(config: Config, notes: list[str]) -> Tokenizer | None:
-    """None if the model's folder has none."""
+    """The tokenizer of the run; None if the model's folder has none."""
     folder = None if config.model.path is None else find_model_folder(config.model.path)
     try:
         path = tokenizer_path(config, folder)

@@ -127,7 +127,7 @@ def _row_tokens(batch_sizes: BatchSizes, context_length: int, longest: int) -> i
 
 
 def _estimate_rows(source: DataSource) -> float:
-    """From the first rows of a source."""
+    """The number of rows of a source, estimated from its first ones."""
     chunk = next(source.read_chunks(), None)
     if chunk is None:
         return 0.0

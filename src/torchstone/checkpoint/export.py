@@ -210,7 +210,7 @@ def _export_adapter(folder: Path, target: Path, verify: bool, average: bool, tru
 
 
 def _dequantized_weights(model: BaseModelInfo, tensors: AdapterTensors) -> dict[str, Tensor]:
-    """By Hugging Face name, if the adapter was trained on quantized weights: PEFT would get those of the files."""
+    """The quantized weights that an adapter was trained on, by Hugging Face name: PEFT would read the files."""
     if tensors.base_quantization is None:
         return {}
     source, weights = as_trained(model.source, tensors, model.shapes, model.linears), dict[str, Tensor]()

@@ -66,7 +66,7 @@ def split_micro_batch(batch: MicroBatch, pad_id: int, shapes: BatchShapes = DEFA
 
 
 def num_documents(batch: MicroBatch) -> int:
-    """Without padding, which is a document at the end of a row."""
+    """The documents of a micro-batch, without padding, which `get_counts` counts as one at the end of a row."""
     return batch.get_counts().documents - int((batch.doc_ids[:, -1] == PADDING_DOC_ID).sum())
 
 

@@ -160,7 +160,7 @@ def _any_of(tokens: list[str]) -> re.Pattern[str] | None:
 
 
 def _ascii_pattern(pattern: str) -> str:
-    """The same pattern for ASCII text, with ranges for classes: faster, with Python's own engine."""
+    """The pattern for ASCII text, with ranges instead of classes: faster, with Python's own engine."""
     for name, letters in ASCII_CLASSES.items():
         pattern = re.sub(rf"\[([^\]]*){re.escape(name)}", rf"[\g<1>{letters}", pattern)
         pattern = pattern.replace(name, f"[{letters}]")

@@ -52,7 +52,7 @@ def make_number(rng: random.Random, held_out: bool = False) -> str:
 
 
 def is_held_out(word: str) -> bool:
-    """The same for a word and its reverse, because each is the answer to the other."""
+    """Whether a word is held out: the same for a word and its reverse, because each is the answer to the other."""
     return hashlib.sha256(min(word, word[::-1]).encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 

@@ -72,7 +72,7 @@ class ComparedMask:
 
     @property
     def turns(self) -> list[int]:
-        """Those that have a text that was found."""
+        """The turns that have a text that was found."""
         return sorted({part.turn for part in self.parts if not part.is_template})
 
     def find_wrong(self, mask: np.ndarray) -> np.ndarray:
@@ -80,7 +80,7 @@ class ComparedMask:
 
     @property
     def wrong_texts(self) -> dict[int, Part]:
-        """By turn, its first text that is on the wrong side of the mask."""
+        """The first text of each turn that is on the wrong side of the mask, by turn."""
         numbers = self.part_of_token[self.find_wrong(self.mask)]
         parts = [self.parts[number] for number in np.unique(numbers[numbers >= 0]).tolist()]
         return {part.turn: part for part in reversed(parts) if not part.is_template}
@@ -180,7 +180,7 @@ def _is_masked_between(before: Part | None, after: Part | None, turns: Sequence[
 
 
 def _find_parts(run: Run, row: SampledRow, template: TemplateTexts, texts: TokenTexts) -> list[Part]:
-    """Those that are in the text, at a place that is the only possible one, in order."""
+    """The parts that are in the text, at the only possible place, in order."""
     parts = [part for part in _list_parts(run, row, template, texts.text_without_spaces) if remove_spaces(part.text)]
     targets, places = [remove_spaces(part.text) for part in parts], [-1] * len(parts)
     # At first long texts, which templates seldom drop. A system message may be written elsewhere.
@@ -211,7 +211,7 @@ def _search(text: str, targets: Sequence[str], chosen: Sequence[int], places: li
 
 
 def _list_parts(run: Run, row: SampledRow, template: TemplateTexts, written: str) -> Iterator[Part]:
-    """In the order in which templates write them."""
+    """The parts of a row, in the order in which templates write them."""
     if isinstance(row.row.value.get("prompt"), str):
         template = TemplateTexts()
     ends = {"user": template.after_question, "assistant": template.after_answer}

@@ -94,7 +94,7 @@ def take_gradients(run: Run) -> dict[str, Tensor]:
 
 
 def largest_difference(run: Run, ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> GradientError:
-    """Between two results of `take_gradients`, on any rank. All ranks must call it."""
+    """The largest error between two results of `take_gradients`, on any rank. All ranks must call it."""
     floor, worst = FLOOR * total_norm(expected.values()), GradientError(0.0, "nothing", run.ctx.rank)
     for name in dict.fromkeys([*ours, *expected]):
         error = math.inf
@@ -106,7 +106,7 @@ def largest_difference(run: Run, ours: Mapping[str, Tensor], expected: Mapping[s
 
 
 def _error(difference: float, size: float, floor: float) -> float:
-    """From sums of squares. What is not finite is infinitely wrong."""
+    """The relative error, from sums of squares; infinite if a value is not finite."""
     if not math.isfinite(difference):
         return math.inf
     return math.sqrt(difference) / max(math.sqrt(size) + floor, 1e-30)

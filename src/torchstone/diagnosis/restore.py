@@ -60,7 +60,7 @@ def has_room(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 @torch.no_grad()
 def refresh_copies(run: Run) -> None:
-    """After a change of master weights: the module computes with copies of them."""
+    """Updates the copies that the module computes with, after a change of master weights."""
     if run.model.master_weights is not None:
         for master, copy in run.model.master_weights.copies.items():
             if master.requires_grad:
@@ -69,7 +69,7 @@ def refresh_copies(run: Run) -> None:
 
 @torch.no_grad()
 def randomize_adapters(run: Run) -> None:
-    """Gives them random values, the same in every layout."""
+    """Adds random values to the factors that start at zero, the same in every layout."""
     for name, parameter in zero_factors(run):
         for shard in local_shards(run.model.decoder_config, name, parameter):
             generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
@@ -91,7 +91,7 @@ def zero_factors(run: Run) -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def randomized_adapters(run: Run) -> Iterator[None]:
-    """With these values, for a while."""
+    """Random values for the factors that start at zero, within the context."""
     with restore_after(run):
         randomize_adapters(run)
         yield
@@ -99,7 +99,7 @@ def randomized_adapters(run: Run) -> Iterator[None]:
 
 @contextmanager
 def zeroed_adapters(run: Run) -> Iterator[None]:
-    """The model as it was before adapters were added, for a while."""
+    """The model as it was before adapters were added, within the context."""
     with restore_after(run), torch.no_grad():
         for _, factor in zero_factors(run):
             factor.zero_()

@@ -57,7 +57,7 @@ class CheckResult:
 
 
 def select_checks(checks: Sequence[Check], only: Collection[str]) -> list[Check]:
-    """Those named in `only`, by their own name or that of their group; or else all."""
+    """The checks named in `only`, by their own name or that of their group; all if it is empty."""
     known = [*(check.name for check in checks), *dict.fromkeys(check.group for check in checks)]
     for name in only:
         if name not in known:

@@ -194,7 +194,7 @@ class StepRecorder(Callback):
 
 @contextmanager
 def in_eval_mode(run: Run) -> Iterator[None]:
-    """Without dropout, whatever the training loop sets."""
+    """The model computes without dropout, whatever the training loop sets."""
     run.model.train(False)
     keep: Callable[..., None] = lambda mode=True: None  # noqa: E731
     run.model.train = keep  # type: ignore[method-assign]

@@ -374,7 +374,7 @@ def _get_embedding(run: Run) -> Tensor:
 
 
 def _find_untrained(weight: Tensor, numbers: list[int]) -> list[int]:
-    """Those whose embedding is zero, or equal to another one."""
+    """The tokens among `numbers` whose embedding is zero, or equal to another one."""
     norms = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
     untrained = []
     for number in numbers:

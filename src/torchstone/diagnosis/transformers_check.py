@@ -209,7 +209,7 @@ class Comparison:
 
 @contextmanager
 def trainable(weight: nn.Parameter) -> Iterator[None]:
-    """With a gradient, also if it is frozen."""
+    """The weight gets a gradient within the context, also if it is frozen."""
     was_trained = weight.requires_grad
     weight.requires_grad_(True)
     try:

@@ -117,7 +117,7 @@ def version_of(package: str) -> str | None:
 
 
 def variables() -> dict[str, str]:
-    """Those that change behavior, without secrets, home folders, users and hosts."""
+    """The variables that change behavior, without secrets, home folders, users and hosts."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     return {name: HIDDEN if SECRET_NAMES.search(name) else anonymous(value) for name, value in found.items()}
 

@@ -116,7 +116,7 @@ def worker_environment(gpu: Gpu) -> dict[str, str]:
 
 
 def format_gpus(gpus: Sequence[Gpu]) -> str:
-    """For a message: `GPU 0`, `GPUs 0, 1, 3`."""
+    """The GPUs in a message: `GPU 0`, `GPUs 0, 1, 3`."""
     numbers = ", ".join(str(number) for number in sorted(gpu.index for gpu in gpus))
     return f"GPUs {numbers}" if len(gpus) > 1 else f"GPU {numbers}"
 

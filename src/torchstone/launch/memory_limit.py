@@ -31,7 +31,8 @@ class MemoryLimit:
 
 
 def read_limit(output_dir: Path) -> MemoryLimit | None:
-    """None if there is none, or if the file is damaged: the run then runs out of memory once more."""
+    """The limit that the last start left. None if there is none, or if the file is damaged: the run then runs out of
+    memory once more."""
     values = read_json_or_empty(output_dir / LIMIT_FILE)
     try:
         return MemoryLimit(**values)

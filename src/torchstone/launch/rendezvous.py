@@ -447,7 +447,7 @@ def _is_done(future: Future[Any], seconds: float = POLL_INTERVAL) -> bool:
 
 
 def _import_torch() -> None:
-    """In the main thread: a process cannot exit cleanly while another thread imports torch."""
+    """Call it in the main thread: a process cannot exit cleanly while another thread imports torch."""
     # Torch reads it once, on import. Otherwise it warns, with a C++ stack, when another node ends first.
     with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR"):
         import torch.distributed.elastic.rendezvous  # noqa: F401

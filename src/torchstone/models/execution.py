@@ -125,7 +125,7 @@ def choose_attention(
 
 
 def get_gpu_memory(device: torch.device) -> int | None:
-    """In bytes; None on a CPU. Not what is free of it: a resumed run must compute the same chunks."""
+    """The bytes of a GPU; None on a CPU. Not the free ones: a resumed run must compute the same chunks."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 

@@ -162,7 +162,7 @@ class Model(ABC):
             part.train(mode)
 
     def clear_gradients(self) -> None:
-        """Also of parameters that the optimizer does not have: frozen ones, and copies of master weights."""
+        """Also clears those that the optimizer does not know: of frozen parameters, and of copies of master weights."""
         for part in self.model_parts:
             part.zero_grad(set_to_none=True)
         for _, parameter in self.named_parameters():
@@ -328,7 +328,7 @@ class FallbackModel(Model):
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Also of weights that are quantized, which are no parameters any more."""
+        """The shapes of all parameters and of quantized weights, which are no parameters any more."""
         quantized = {
             f"{name}.weight": linear.shape
             for name, linear in self.module.named_modules()

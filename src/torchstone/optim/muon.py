@@ -107,7 +107,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Also decays the weights."""
+        """Updates the momentum with the gradient, and decays the weights."""
         state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter.grad)

@@ -182,7 +182,7 @@ def generate_answers(
 
 
 def _room(model: Model, prompt: list[int], max_new_tokens: int) -> int:
-    """At most `max_new_tokens`, if the model has positions for them."""
+    """How many tokens to generate: `max_new_tokens`, or as many as the model has positions for."""
     if model.max_positions is None or model.length_error(len(prompt) + max_new_tokens) is None:
         return max_new_tokens
     return max(1, model.max_positions - len(prompt))

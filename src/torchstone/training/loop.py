@@ -143,7 +143,7 @@ def _start_step(run: Run, batch: StepBatch, log: StepLog) -> StartedStep | None:
 
 
 def _log_startup(run: Run) -> None:
-    """After the first step of this process."""
+    """Logs the seconds of each phase from the start of this process to the end of its first step."""
     phases = end_startup()
     text = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= 0.05)
     if phases:

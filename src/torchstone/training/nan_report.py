@@ -144,7 +144,7 @@ def report_nan(
 
 
 def largest_weight(runner: Runner) -> LargestWeight:
-    """By magnitude, of all ranks; 0 if there is none. All ranks must call it."""
+    """The weight of all ranks with the largest magnitude; 0 if there is none. All ranks must call it."""
     model, own = runner.model, [LargestWeight(0.0, "")]
     for name, parameter in model.named_parameters():
         for shard in local_shards(model.decoder_config, name, parameter.detach()):

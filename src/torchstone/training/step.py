@@ -62,7 +62,7 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Before clipping."""
+        """The norm of all gradients before clipping."""
         return self._values[0][1] ** 0.5
 
     @property

@@ -257,7 +257,7 @@ class SubspaceProjection:
 
     @torch.no_grad()
     def project_gradients(self) -> None:
-        """In fp32, also if the gradients are in bf16."""
+        """Projects the gradients of every Z in fp32, also if they are in bf16."""
         for parameter, basis, _ in self.bases:
             gradient = parameter.grad
             if gradient is None:
@@ -268,7 +268,7 @@ class SubspaceProjection:
 
     @torch.no_grad()
     def project_parameters(self) -> None:
-        """For values that are not those of training."""
+        """Projects every Z, for values that are not those of training."""
         for parameter, basis, _ in self.bases:
             self._project(parameter, to_local(parameter), basis)
 

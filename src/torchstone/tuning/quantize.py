@@ -46,7 +46,7 @@ class BaseQuantization:
 
     @classmethod
     def parse(cls, text: str | None) -> BaseQuantization | None:
-        """From the text in the files of an adapter."""
+        """Reads the text in the files of an adapter."""
         if text is None:
             return None
         kind, name, device = [*text.split("/"), "", "", ""][:3]
@@ -75,7 +75,7 @@ class BaseQuantization:
 
 
 def bytes_per_weight(quantization: str) -> float:
-    """Without the scales of int8, one for each row."""
+    """The bytes of a quantized weight, without the scales of int8, one for each row."""
     return 1.0 if quantization == "int8" else 0.5 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
 
 
@@ -152,7 +152,7 @@ def quantize(quantization: Quantization, weight: Tensor) -> list[Tensor]:
 def dequantize(
     quantization: Quantization, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """In plain operators of torch and bitsandbytes, which torch.compile takes as they are."""
+    """The weight, computed by plain operators of torch and bitsandbytes, which torch.compile takes as they are."""
     if quantization == "int8":
         values, scales = parts
         return (values * (scales[:, None] / INT8_MAX)).to(dtype)
