@@ -249,7 +249,7 @@ def bf16_reduction() -> Any:
     original = fsdp.mixed_precision_policy
 
     def policy(precision: str) -> Any:
-        return original(precision, torch.bfloat16)
+        return replace(original(precision), reduce_dtype=torch.bfloat16)
 
     forward_backward = Runner.forward_backward
 

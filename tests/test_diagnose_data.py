@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tiny import make_llama, write_rows
 from torchstone.config.load import load_config
+from torchstone.config.schema import Config
 from torchstone.data import encode, loader, sources
 from torchstone.data import samples as data_samples
 from torchstone.data.collate import collate
@@ -513,8 +514,8 @@ class TestOrder:
     ) -> None:
         run = build(conversations())
 
-        def sampler(data: RunData, seed: int, shuffle: bool, consumed: int = 0) -> Sampler:
-            return InfiniteSampler(size, seed, shuffle, consumed + offset * (consumed > 0))
+        def sampler(data: RunData, config: Config, consumed: int = 0) -> Sampler:
+            return InfiniteSampler(size, consumed_samples=consumed + offset * (consumed > 0))
 
         monkeypatch.setattr(RunData, "sampler", sampler)
         monkeypatch.setattr(run.data, "train", range(size))
@@ -531,7 +532,7 @@ class TestOrder:
         monkeypatch.setattr(
             RunData,
             "sampler",
-            lambda data, seed, shuffle, consumed=0: MixedSampler([24, 24], [1, 1], seed, shuffle, consumed),
+            lambda data, config, consumed=0: MixedSampler([24, 24], [1, 1], consumed_samples=consumed),
         )
         assert_fault(run, "data_order", "fail", "source 1 has 50.0% of the samples, but its share", "is 75.0%")
 
