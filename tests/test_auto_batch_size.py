@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,26 @@ from torch import Tensor, nn
 
 from exact_runs import StopAt, assert_same_run, exact_metrics
 from test_out_of_memory import Memory
-from tiny import flags
+from tiny import flags, write_rows
 from torchstone import api, discover_batch_size
 from torchstone.batchsize import probe
 from torchstone.batchsize.auto import choose_micro_batch, remember_out_of_memory
 from torchstone.batchsize.cache import Entry, read_entries, write_entries
 from torchstone.batchsize.discovery import Discovery, cache_key, is_wanted
-from torchstone.batchsize.probe import RunProbe
-from torchstone.batchsize.search import Measurement, expected_load, fastest_size, find_largest, is_saturated
+from torchstone.batchsize.probe import ModuleProbe, RunProbe
+from torchstone.batchsize.search import (
+    Measurement,
+    expected_load,
+    fastest_size,
+    find_largest,
+    is_saturated,
+    micro_step_seconds,
+)
 from torchstone.config.load import load_config
 from torchstone.config.schema import ParallelConfig, parse_memory
 from torchstone.data.loader import StepBatch
 from torchstone.errors import OutOfMemoryError, UsageError
+from torchstone.launch.memory_limit import MemoryLimit, read_limit, write_limit
 from torchstone.observe.console import Console
 from torchstone.parallel.mesh import SINGLE_PROCESS, ParallelContext, init_distributed
 from torchstone.testing import launch_procs
@@ -135,6 +144,14 @@ class TestSearch:
         assert fastest_size(seconds, seconds.__getitem__) == 4
         seconds[8] = 0.99
         assert fastest_size(seconds, seconds.__getitem__) == 8
+
+    def test_fewer_tokens_than_were_measured_take_less(self) -> None:
+        assert micro_step_seconds({100: 1.0, 200: 1.5}, 50) == 0.75
+        assert micro_step_seconds({100: 1.0, 200: 1.5, 400: 3.5}, 300) == 2.5
+        # Never less than their share, whatever noise says.
+        assert micro_step_seconds({100: 1.0, 200: 3.0}, 50) == 0.5
+        assert micro_step_seconds({100: 1.0, 200: 0.9}, 50) == 1.0
+        assert micro_step_seconds({100: 1.0}, 25) == 0.25
 
     def test_expectations(self) -> None:
         points = {1: 0.3, 2: 0.4, 4: 0.6}
@@ -321,10 +338,57 @@ class TestRuns:
             "train", *flags(values | {"training.max_steps": 3, "auto_batch.memory_limit": "2500KiB"})
         )
         assert code == 0, err
-        assert f"device_batch_size={size}, found with cpu, one process, recompute none, loss full, margin 0.85, " in err
-        assert "memory_limit 3MiB; now with cpu, " in err
-        code, _, err = torchstone("train", *flags(values | {"training.max_steps": 4, "training.batch_size": 2}))
+        assert f"the run had device_batch_size={size}, found with memory_limit 3MiB, now 2500KiB: " in err
+        # With another kernel, too.
+        eager = {"training.max_steps": 4, "auto_batch.memory_limit": "2500KiB", "model.attention": "eager"}
+        code, _, err = torchstone("train", *flags(values | eager))
+        assert (code, "found with model.attention sdpa, now eager: it is found again" in err) == (0, True), err
+        code, _, err = torchstone("train", *flags(values | {"training.max_steps": 5, "training.batch_size": 2}))
         assert (code, "Auto-discovery" in err) == (0, False)
+
+    def test_a_resumed_run_that_searches_again_keeps_its_moments(self, settings: Settings, tmp_path: Path) -> None:
+        values = settings(training__max_steps=4, training__global_batch_size=12, optim__weight_decay=0.1)
+        auto = {"training.batch_size": "auto", "auto_batch.memory_limit": "3MiB"}
+        api.train(overrides=values | auto, callbacks=[StopAt(2)])
+        shutil.copytree(tmp_path / "run", tmp_path / "by-hand")
+        api.train(overrides=values | auto | {"auto_batch.memory_limit": "2500KiB"})
+        by_hand = {"training.batch_size": state_of(values)["size"], "output_dir": str(tmp_path / "by-hand")}
+        api.train(overrides=values | by_hand)
+        assert_same_run(tmp_path / "run", tmp_path / "by-hand", 4)
+
+    def test_padding_counts(self, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of rows of very different lengths that are not packed, where a token takes the same time in all sizes."""
+        texts = ["a " * (60 if number % 5 == 0 else 3) for number in range(80)]
+        file = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+        monkeypatch.setattr(RunProbe, "measure", lambda self, size: (size << 20, Measurement(size / 100, size)))
+        changes = {"data.path": str(file), "data.packing": False, "data.context_length": 128}
+        run = make_run(settings(training__batch_size="auto", training__global_batch_size=16) | changes)
+        discovery = Discovery(run)
+        assert discovery.find() == 1
+        seconds = [discovery.step_seconds(size) for size in (1, 2, 4)]
+        assert seconds == sorted(seconds)
+        assert seconds[-1] > 1.8 * seconds[0]
+
+    def test_a_limit_of_an_earlier_start_is_kept_until_the_run_recomputes(
+        self, torchstone: Command, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A rank that ran out of memory has left it; the run is built without recomputation first."""
+        values = settings(training__batch_size="auto", training__max_steps=1, observe__console="lines")
+        kept = {"device": "cpu", "layout": "one process", "training.precision": "fp32", "model.attention": "sdpa"}
+        kept |= {"model.loss": "full", "model.recompute": "full", "model.compile": "none", "model.fused": "none"}
+        (tmp_path / "run").mkdir()
+        write_limit(tmp_path / "run", MemoryLimit(64, 1, 1, kept))
+
+        def measure(probe: RunProbe, size: int) -> tuple[int, Measurement]:
+            recomputes = probe.run.model.choices["model.recompute"].value != "none"
+            return size << 20, Measurement(size / 100 if recomputes else 9.0, size)
+
+        monkeypatch.setattr(RunProbe, "measure", measure)
+        code, _, err = torchstone("train", *flags(values))
+        assert (code, "micro-batches have at most 64 tokens: with more, this run was out of memory" in err) == (0, True)
+        # It has taken a size of less.
+        assert state_of(values)["size"] <= 2
+        assert read_limit(tmp_path / "run") is None
 
     def test_a_size_that_is_set_wins(self, torchstone: Command, settings: Settings) -> None:
         values = settings(training__max_steps=1, training__batch_size=2, observe__console="lines")
@@ -357,10 +421,12 @@ class TestRuns:
         assert code == 0, err
         assert "not even one row fits: a step with micro-batches of 256 tokens needs" in err
         assert "and may take 100% of the " in err
-        assert "recompute: full" in err
+        assert "recompute: full (none does not fit)" in err
         # The run goes on in the same way.
         code, _, err = torchstone("train", *flags(values | limit | {"training.max_steps": 3}))
-        assert (code, "the run had to begin with model.recompute full" in err) == (0, True), err
+        assert (code, "recompute: full (as in the checkpoint)" in err) == (0, True), err
+        assert "Auto-discovery found device_batch_size=1 in " in err
+        assert "WARNING" not in err.replace("training.max_steps 2 is now 3", "").replace("WARNING | changed since", "")
         tiny = {"auto_batch.memory_limit": used["full"] // 2, "output_dir": str(tmp_path / "other")}
         code, _, err = torchstone("train", *flags(values | tiny))
         assert (code, "(auto_batch.memory_limit)" in err, "a shorter --data.context_length" in err) == (4, True, True)
@@ -381,13 +447,12 @@ class TestRuns:
         code, _, err = torchstone("train", *flags(values))
         assert code == 0, err
         assert "device_batch_size=2: " in err
-        assert "; more than 2 would not fit; " in err
+        assert "; larger ones are not expected to fit; " in err
         assert "larger micro-batches do not fit: model.recompute full may be faster" in err
         share = 38 / 104 if is_faster else 342 / 104
         assert f"with model.recompute full a step takes {share:.2f} of the time with none" in err
         recompute, size = ("full", 8) if is_faster else ("none", 2)
-        assert state_of(values)["chose_recompute"] == is_faster
-        assert (state_of(values)["identity"]["recompute"], state_of(values)["size"]) == (recompute, size)
+        assert (state_of(values)["identity"]["model.recompute"], state_of(values)["size"]) == (recompute, size)
         by_hand = {"training.batch_size": size, "model.recompute": recompute, "output_dir": str(tmp_path / "by-hand")}
         unset = [key for key in values if key.startswith("auto_batch")]
         api.train(overrides={key: value for key, value in (values | by_hand).items() if key not in unset})
@@ -399,7 +464,7 @@ class TestRuns:
             True,
             False,
         )
-        assert state_of(values)["identity"]["recompute"] == recompute
+        assert state_of(values)["identity"]["model.recompute"] == recompute
 
     def test_rows_that_run_out_of_memory_are_split(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         """If even one row does, and not because of a limit: also after recomputation was tried."""
@@ -418,7 +483,7 @@ class TestRuns:
         result = api.train(overrides=values, callbacks=[Memory(tokens=112)])
         assert result.checkpoint is not None
         state = json.loads((result.checkpoint / "state.json").read_text())
-        assert (state["auto_batch"]["size"], state["auto_batch"]["chose_recompute"]) == (1, True)
+        assert (state["auto_batch"]["size"], state["auto_batch"]["identity"]["model.recompute"]) == (1, "full")
         assert state["oom_splits"] >= 1
         assert list(dict.fromkeys(recomputed)) == ["none", "full"]
 
@@ -472,17 +537,31 @@ class TestRuns:
         remember_out_of_memory(run)
         assert [each.size for each in read_entries(key, pytest.fail) if each.used is not None] == [0, 1]
 
-    def test_free_memory_is_that_of_the_container(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "memory.max").write_text("3000000000\n")
-        (tmp_path / "memory.current").write_text("1000000000\n")
-        (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000000\n")
-        monkeypatch.setattr(checks, "CGROUP_FILES", [(tmp_path / "memory.max", tmp_path / "memory.current")])
+    @pytest.mark.parametrize(
+        ("own", "folder", "limit", "usage"),
+        [
+            ("0::/", "", "memory.max", "memory.current"),
+            ("0::/slurm/job_7/step_0/task_1", "slurm/job_7", "memory.max", "memory.current"),
+            ("5:cpu:/x\n4:memory:/x/y\n0::/", "memory/x", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ],
+    )
+    def test_free_memory_is_that_of_the_container_or_job(
+        self, own: str, folder: str, limit: str, usage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "own").write_text(f"{own}\n")
+        group = tmp_path / "cgroup" / folder
+        group.mkdir(parents=True)
+        (group / limit).write_text("3000000000\n")
+        (group / usage).write_text("1000000000\n")
+        (group / "memory.stat").write_text("anon 5\ninactive_file 200000000\n")
+        monkeypatch.setattr(checks, "OWN_CGROUPS", tmp_path / "own")
+        monkeypatch.setattr(checks, "CGROUP_FOLDER", tmp_path / "cgroup")
         available = psutil.virtual_memory()._replace(available=10**13)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
         assert checks.free_memory() == 2_200_000_000
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         assert checks.free_memory() == 550_000_000
-        (tmp_path / "memory.max").write_text("max\n")
+        (group / limit).write_text("max\n")
         assert checks.free_memory() == min(10**13 // 4, checks.process_memory())
 
 
@@ -577,10 +656,20 @@ class TestCache:
         find()
         (file,) = own_cache.iterdir()
         content = json.loads(file.read_text())
-        for wrong in ({"size": -1}, {"used": "much"}, {"seconds": None}, {"micro_batches": None}):
-            damaged = content | {"measured": [content["measured"][0] | wrong, *content["measured"][1:]]}
-            file.write_text(json.dumps(damaged))
+        first, *rest = content["measured"]
+        changes = [
+            {"size": -1}, {"size": 1.5}, {"used": "much"}, {"seconds": None}, {"seconds": math.inf},
+            {"micro_batches": None},
+        ]  # fmt: skip
+        for wrong in (*(first | change for change in changes), 1, None):
+            file.write_text(json.dumps(content | {"measured": [wrong, *rest]}))
             assert find()[1] >= 2
+
+    def test_a_step_of_another_number_of_micro_batches_is_another_one(self, find: Any) -> None:
+        assert find(training__global_batch_size=2)[1] > 0
+        assert find(training__global_batch_size=2)[1] == 0
+        # Rows of a step that has one micro-batch of them, and of one that has several.
+        assert find(training__global_batch_size=8)[1] > 0
 
     def test_the_key_has_what_changes_the_memory(self, settings: Settings, base_run: Path) -> None:
         changes: list[dict[str, Any]] = [
@@ -669,6 +758,41 @@ class TestDiscoverBatchSize:
         discover_batch_size(model, 16, CPU, use_cache=False)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
 
+    def test_parts_in_evaluation_mode_stay_in_it(self) -> None:
+        model = Bigrams(9, MemoryError())
+        modes = []
+        model.head.register_forward_hook(lambda module, *_: modes.append(module.training))
+        model.head.eval()
+        discover_batch_size(model, 16, CPU, use_cache=False, max_batch_size=4)
+        assert (model.training, model.head.training, set(modes)) == (True, False, {False})
+        # Transformers loads models in evaluation mode: as a whole they are measured in training mode.
+        model.eval()
+        modes.clear()
+        discover_batch_size(model, 16, CPU, use_cache=False, max_batch_size=4)
+        assert (model.training, model.head.training, set(modes)) == (False, False, {True})
+
+    def test_margin_speed_and_time_limit_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def measure(probe: ModuleProbe, size: int) -> tuple[int, Measurement]:
+            sizes.append(size)
+            used = size << 20
+            # The fastest one is 4: a row then takes the least.
+            return used, Measurement(probe.budget.load(used), abs(math.log2(size) - 2) * size + size)
+
+        sizes: list[int] = []
+        monkeypatch.setattr(ModuleProbe, "measure", measure)
+        discover = partial(discover_batch_size, Bigrams(99, MemoryError()), 16, CPU, use_cache=False)
+        assert discover(memory_limit="32MiB") == 4
+        assert max(sizes) > 8
+        assert discover(safety_margin=0.1, memory_limit="32MiB") == 3
+        sizes.clear()
+        assert discover(memory_limit="32MiB", time_limit=0.0) == 1
+        assert sizes == [1]
+
+    def test_the_device_is_that_of_the_model(self) -> None:
+        for device in ("meta", "cuda"):
+            with pytest.raises(UsageError, match="device is"):
+                discover_batch_size(Bigrams(9, MemoryError()), 16, device)
+
     def test_the_cache_and_its_key(self, own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         model, discover = Bigrams(9, MemoryError()), partial(discover_batch_size, memory_limit="1GiB")
         size = discover(model, 16, CPU, cache_key_components={"gpu": "a"})
@@ -678,6 +802,10 @@ class TestDiscoverBatchSize:
         discover(model, 16, CPU, cache_key_components={"gpu": "b"})
         discover(model, 8, CPU, cache_key_components={"gpu": "a"})
         assert len(list(own_cache.iterdir())) == 3
+        # What Transformers' gradient_checkpointing_enable() changes.
+        model.is_gradient_checkpointing = True
+        discover(model, 16, CPU, cache_key_components={"gpu": "a"})
+        assert len(list(own_cache.iterdir())) == 4
 
     def test_all_ranks_get_the_size_that_fits_on_all(self) -> None:
         sizes = launch_procs(discover_on_rank, 2)
@@ -710,6 +838,9 @@ class TestRanks:
         assert sizes[0] == sizes[1]
         alone = launch_procs(choose_on_rank, 2, values, ["6MiB", "6MiB"])
         assert alone[0][1] == sizes[0][1] < 12
+        # One rank's time is up after the first size.
+        late = launch_procs(choose_on_rank, 2, values, ["1GiB", "1GiB"], [120.0, 1e-9])
+        assert late[0][0] == late[1][0] == 1
 
     def test_they_recompute_together(self, settings: Settings) -> None:
         values = settings(
@@ -717,7 +848,7 @@ class TestRanks:
             auto_batch__memory_limit=row_memory(settings), observe__peak_tflops=1e6, parallel__dp_replicate=2,
         )  # fmt: skip
         launch_procs(train_with_synthetic_sizes, 2, values)
-        assert (state_of(values)["identity"]["recompute"], state_of(values)["size"]) == ("selective", 8)
+        assert (state_of(values)["identity"]["model.recompute"], state_of(values)["size"]) == ("selective", 8)
 
 
 def train_with_synthetic_sizes(values: dict[str, Any]) -> None:
@@ -735,10 +866,11 @@ def train_twice(runs: list[dict[str, Any]]) -> None:
         api.train(overrides=values | {"training.batch_size": size, "output_dir": folder})
 
 
-def choose_on_rank(values: dict[str, Any], limits: list[str]) -> tuple[int, int]:
+def choose_on_rank(values: dict[str, Any], limits: list[str], times: Sequence[float] = (120, 120)) -> tuple[int, int]:
     """The size that was chosen, and the largest that fits."""
     with init_distributed(ParallelConfig(), CPU) as ctx:
-        run = make_run(values | {"training.batch_size": "auto", "auto_batch.memory_limit": limits[ctx.rank]}, ctx)
+        own = {"auto_batch.memory_limit": limits[ctx.rank], "auto_batch.time_limit": times[ctx.rank]}
+        run = make_run(values | {"training.batch_size": "auto", "auto_batch.cache": False} | own, ctx)
         measure = RunProbe(run)
         with measure.without_trace():
             result = find_largest(lambda size: measure.measure(size)[1], measure.limit)

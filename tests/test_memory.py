@@ -19,6 +19,7 @@ from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from torchstone.data.collate import collate
 from torchstone.data.encode import TokenSequence
+from torchstone.models.choice import Choice
 from torchstone.models.decoder import DecoderConfig, LayerSpec
 from torchstone.observe.console import Console
 from torchstone.optim.build import build_optimizer
@@ -259,6 +260,7 @@ class TestHint:
     ) -> None:
         runner = single_process_runner(llama_dir, CPU, "bf16")
         model = runner.model
+        model.choices["model.attention"] = Choice("flash", "as on a GPU")
         monkeypatch.setattr(memory, "available_memory", lambda device: 8 * 2**20)
         monkeypatch.setattr(memory, "current_phase", lambda: "computing step 3")
         size = {"training.max_tokens_per_gpu": 65536} if is_packed else {"training.batch_size": 64}

@@ -8,6 +8,7 @@ import resource
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,14 @@ from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import OutOfMemoryError
 from torchstone.launch.memory_limit import MemoryLimit, read_limit, write_limit
 from torchstone.models.decoder import Block
+from torchstone.observe.console import Console
 from torchstone.observe.metrics import read_metrics
 from torchstone.optim.adamw import AdamW
+from torchstone.parallel.mesh import SINGLE_PROCESS
 from torchstone.testing import launch_procs
+from torchstone.training.out_of_memory import restore_limit
 from torchstone.training.run import Callback, Run
+from torchstone.training.state import Progress
 
 Settings = Callable[..., dict[str, Any]]
 # As torch says it on a CPU.
@@ -244,8 +249,8 @@ def test_ranks_with_different_numbers_of_parts_take_part_in_all_of_them(values_o
     _, expected, _ = train(values)
     folder = tmp_path / "run"
     folder.mkdir()
-    settings = {"device": "cpu", "layout": "dp_shard 2", "training.precision": "fp32"}
-    settings |= {"model.recompute": "none", "model.loss": "full"}
+    settings = {"device": "cpu", "layout": "dp_shard 2", "training.precision": "fp32", "model.attention": "sdpa"}
+    settings |= {"model.loss": "full"} | dict.fromkeys(("model.recompute", "model.compile", "model.fused"), "none")
     write_limit(folder, MemoryLimit(24, 1, 2, settings))
     launch_procs(processes.train, 2, values | {"output_dir": str(folder)})
     lines = read_metrics(folder / "metrics.jsonl")
@@ -255,6 +260,21 @@ def test_ranks_with_different_numbers_of_parts_take_part_in_all_of_them(values_o
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], abs=1e-5)
     # The checkpoint has it.
     assert read_limit(folder) is None
+
+
+def test_the_smallest_limit_counts(tmp_path: Path) -> None:
+    """Of several ranks that failed, and of the checkpoint."""
+    settings = {"device": "cpu", "layout": "one process"}
+    for tokens in (32, 24, 48):
+        write_limit(tmp_path, MemoryLimit(tokens, 7, 1, settings))
+    assert read_limit(tmp_path) == MemoryLimit(24, 7, 1, settings)
+    for saved, expected in ((16, 16), (40, 24), (None, 24)):
+        run: Any = SimpleNamespace(
+            progress=Progress(micro_batch_limit=saved), checkpoint_info={"limit_settings": settings},
+            ctx=SINGLE_PROCESS, output_dir=tmp_path, console=Console("none"),
+        )  # fmt: skip
+        restore_limit(run, settings)
+        assert run.progress.micro_batch_limit == expected
 
 
 class TestErrors:

@@ -29,7 +29,7 @@ from torchstone.batchsize.gpus import GPUS, find_gpu
 from torchstone.batchsize.layout import estimate_layout
 from torchstone.batchsize.plan import Plan, make_plan
 from torchstone.batchsize.rank_state import ModelState
-from torchstone.batchsize.speed import predict_step
+from torchstone.batchsize.speed import LINK, predict_step
 from torchstone.config.load import load_config
 from torchstone.config.schema import Config, ParallelConfig, TrainingConfig
 from torchstone.errors import UsageError
@@ -372,6 +372,26 @@ def big_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("big") / "llama-70b", vocab_size=128256, tied=False, **sizes)
 
 
+class TestSpeed:
+    def test_what_several_gpus_lose(self, tmp_path: Path) -> None:
+        """A pipeline of n stages has n - 1 micro-steps of nothing; replicas exchange all gradients twice in fp32."""
+        plan = plan_of_shape("8b", {"training.global_batch_size": 16, "training.batch_size": 1}, tmp_path)
+        alone = predict_step(plan.job, plan.layout)
+        assert alone is not None
+        assert alone.bubble == alone.communication == 0
+        parallel = replace(plan.layout.parallel, pp=4, dp_shard=1)
+        staged = predict_step(plan.job, replace(plan.layout, dims=ParallelDims(pp=4), parallel=parallel))
+        assert staged is not None
+        compute = staged.matmul + staged.attention + staged.memory + staged.loss
+        assert staged.bubble == pytest.approx(compute * 3 / 16)
+        slow = replace(plan.job, gpu=replace(plan.job.gpu, link=1e9))
+        replicas = predict_step(slow, replace(plan.layout, dims=ParallelDims(dp_replicate=2)))
+        assert replicas is not None
+        hidden = replicas.matmul + replicas.attention + replicas.memory + replicas.loss
+        moved = 4 * plan.job.state.num_trained / (LINK * 1e9)
+        assert replicas.communication + hidden == pytest.approx(moved)
+
+
 class TestCommand:
     def test_a_70b_model_on_512_gpus_takes_seconds(self, big_model: str, torchstone: Command) -> None:
         started = time.monotonic()
@@ -414,6 +434,17 @@ class TestCommand:
         code, output, _ = torchstone("plan", *flags, "--model.recompute", "elementwise")
         assert code == 4
         assert "a run then takes full" not in output
+
+    def test_it_searches_where_a_run_would(self, torchstone: Command) -> None:
+        """Packed conversations with a preset that sets rows, which are not theirs; and not in a short run."""
+        flags = ["--gpu", "h100-80gb", "--data.context_length", "1024"]
+        _, output, _ = torchstone("plan", "--preset", "production", "--data.path", "demo:chat", *flags)
+        assert "(chosen by this plan)" in output
+        assert "(85% of 79.1 GiB)" in output
+        _, output, _ = torchstone("plan", "--preset", "debug", *flags)
+        assert "(chosen by this plan)" not in output
+        assert "note: Auto-discovery skipped: the run is too short" in output
+        assert "(95% of 79.1 GiB)" in output
 
     def test_it_recomputes_where_larger_micro_batches_are_faster(self, tmp_path: Path, torchstone: Command) -> None:
         """With PCIe between GPUs, gathering an 8B model for every row takes longer than recomputing its activations."""

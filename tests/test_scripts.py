@@ -248,6 +248,17 @@ class TestPreviousRun:
         assert code == 0
         assert (warning in err) if warning else ("warning" not in err), err
 
+    def test_mid_train_knows_the_rows_that_a_run_found(self, script: RunScript) -> None:
+        """Not its tokens, if conversations shared rows; and a size that is set wins over a search."""
+        make_run("base-d4", 100, None)
+        state = Path("runs/base-d4/checkpoints/step-00000001/state.json")
+        for unit, warning in (("device_batch_size", "than the 32 rows"), ("max_tokens_per_gpu", "than the 8 rows")):
+            state.write_text(json.dumps({"auto_batch": {"size": 32, "unit": unit}}))
+            assert warning in script("mid_train", "--device-batch-size", "33", "--print-config")[2]
+            _, _, err = script("mid_train", "--device-batch-size", "33", "--auto_batch_size", "--print-config")
+            assert warning in err
+        assert "warning" not in script("mid_train", "--auto_batch_size", "--print-config")[2]
+
     def test_mid_train_starts_from_a_run_with_a_damaged_config(self, script: RunScript) -> None:
         make_run("base-d4", 100, 8)
         Path("runs/base-d4/config.json").write_text("{")

@@ -212,11 +212,10 @@ def _train_once(
     console.open_log()
     measured = choose_micro_batch(run)
     while measured.rebuild_with is not None:
-        changed = replace(run.config, model=replace(run.config.model, recompute=measured.rebuild_with))
         # Both models may not fit together.
         del run
         free_device_memory(device)
-        run = _build_run(changed, console, device, ctx, rollbacks.resume)
+        run = _build_run(config, console, device, ctx, rollbacks.resume, measured.rebuild_with)
         rollbacks.apply(run)
         measured = choose_micro_batch(run, measured)
     if ctx.is_main:
@@ -229,16 +228,22 @@ def _train_once(
             profiler = StepProfiler(run)
             stack.callback(profiler.close)
             callbacks = [*callbacks, profiler]
-        # An earlier start may have left a limit; this one may add one.
-        remember_out_of_memory(run)
         result = train_loop(run, callbacks)
-        remember_out_of_memory(run)
+        if "auto_batch" in run.checkpoint_info:
+            remember_out_of_memory(run)
         return result
 
 
-def _build_run(config: Config, console: Console, device: torch.device, ctx: ParallelContext, resume: str | None) -> Run:
+def _build_run(
+    config: Config,
+    console: Console,
+    device: torch.device,
+    ctx: ParallelContext,
+    resume: str | None,
+    recompute: Choice | None = None,
+) -> Run:
     with translate_out_of_memory("loading the model", device, lambda: smaller_state_hint(config)):
-        return build_run(config, console, device, ctx, resume)
+        return build_run(config, console, device, ctx, resume, recompute)
 
 
 def destroy_process_group() -> None:

@@ -1,7 +1,7 @@
 """`training.batch_size auto`: sets the micro-batches of a run before its first step.
 
 The global batch stays as configured, so the loss is the same for every size. A resumed run keeps its size, unless the
-hardware is another one.
+hardware is another one, or a setting that decides the memory of a step.
 
 Where `model.recompute` is `auto` and larger micro-batches could be faster, but do not fit, more recomputation may pay.
 Whether it does is predicted as in `torchstone plan`, then measured, and the faster one is taken.
@@ -10,21 +10,21 @@ Whether it does is predicted as in `torchstone plan`, then measured, and the fas
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from torchstone.batchsize.cache import CachedProbe
-from torchstone.batchsize.discovery import Discovery, DoesNotFitError, cache_key, hardware, is_wanted, size_name
+from torchstone.batchsize.discovery import Discovery, DoesNotFitError, cache_key, is_wanted, size_name
+from torchstone.batchsize.layout import estimate_layout
 from torchstone.batchsize.plan import make_plan
-from torchstone.batchsize.probe import RunProbe
+from torchstone.batchsize.probe import SAFE_SHARE, RunProbe
 from torchstone.checkpoint.load import read_state
 from torchstone.config.schema import AutoBatchConfig
+from torchstone.models.choice import Choice
 from torchstone.models.execution import Recompute
 from torchstone.models.model import NativeModel
 from torchstone.training.defaults import run_flops
 from torchstone.training.run import Run
-
-GIB = 2**30
 
 
 class MeasuredRun(NamedTuple):
@@ -32,7 +32,7 @@ class MeasuredRun(NamedTuple):
     to build the model with instead, or None if the run is ready."""
 
     seconds: dict[Recompute, float]
-    rebuild_with: Recompute | None = None
+    rebuild_with: Choice | None = None
 
 
 def choose_micro_batch(run: Run, before: MeasuredRun | None = None) -> MeasuredRun:
@@ -47,14 +47,13 @@ def choose_micro_batch(run: Run, before: MeasuredRun | None = None) -> MeasuredR
         if unused:
             run.console.warn(f"{', '.join(unused)} has no effect: the size of micro-batches is not searched for")
         return MeasuredRun({})
-    # All ranks use the identity of rank 0, because they must do the same.
-    identity = run.ctx.all_gather_object(_identity(run))[0]
-    recompute, is_free = identity["recompute"], before is None and run.config.model.recompute == "auto"
+    # A step may have run out of memory since the last checkpoint.
+    remember_out_of_memory(run)
+    search = run.config.auto_batch
+    identity = run.checkpoint_info["limit_settings"] | {"margin": search.margin, "memory_limit": search.memory_limit}
+    # That of rank 0: all ranks must do the same.
+    identity = run.ctx.all_gather_object(identity)[0]
     recorded = {} if run.resumed_from is None else read_state(run.resumed_from).get("auto_batch") or {}
-    was_chosen = recorded.get("identity", {}).get("recompute")
-    if is_free and recorded.get("chose_recompute") and recorded["identity"] == identity | {"recompute": was_chosen}:
-        run.console.info(f"the run had to begin with model.recompute {was_chosen}, or was faster with it")
-        return MeasuredRun({}, was_chosen)
     result = MeasuredRun({}) if before is None else before._replace(rebuild_with=None)
     if recorded.get("identity") == identity:
         size = recorded["size"]
@@ -62,89 +61,91 @@ def choose_micro_batch(run: Run, before: MeasuredRun | None = None) -> MeasuredR
     else:
         if before is None:
             _warn_about_resumed_size(run, recorded, identity)
-        size, result = _find_size(run, result, is_free)
+        size, result = _find_size(run, result)
         if result.rebuild_with is not None:
             return result
     run.data.set_micro_batch(size, run.ctx.dims.dp)
     run.runner.longest_document = run.data.shapes.longest_document(run.config.data.context_length)
-    chose_recompute = before is not None and recompute != next(iter(before.seconds), None)
-    run.checkpoint_info["auto_batch"] = {"size": size, "chose_recompute": chose_recompute, "identity": identity}
+    run.checkpoint_info["auto_batch"] = {
+        "size": size,
+        "unit": size_name(run),
+        # A resumed run begins with the same.
+        "chose_recompute": run.config.model.recompute == "auto",
+        "identity": identity,
+    }
     return result
 
 
-def _find_size(run: Run, before: MeasuredRun, is_free: bool) -> tuple[int, MeasuredRun]:
-    """`is_free`: whether another `model.recompute` may be tried."""
+def _find_size(run: Run, before: MeasuredRun) -> tuple[int, MeasuredRun]:
     recompute: Recompute = run.model.choices["model.recompute"].value
-    discovery = Discovery(run, may_recompute=recompute != "full" and (is_free or bool(before.seconds)))
+    is_first, is_auto = not before.seconds, run.config.model.recompute == "auto"
+    if is_first and is_auto and run.ctx.world_size > 1 and recompute != "full":
+        # Several ranks cannot go on after one of them ran out of memory.
+        forecast = _forecast(run)
+        if forecast.is_out_of_memory and forecast.recompute != recompute:
+            reason = f"with {recompute} not even one row is expected to fit"
+            run.console.warn(f"model.recompute {forecast.recompute}: {reason}")
+            return 0, MeasuredRun({recompute: math.inf}, Choice(forecast.recompute, reason))
+    discovery = Discovery(run, may_recompute=recompute != "full" and is_auto)
     try:
         size = discovery.find()
     except DoesNotFitError as error:
         if not discovery.may_recompute:
             raise
-        instead: Recompute = (_predict_recompute(run) if is_free else None) or "full"
+        # `full` takes least, if what is predicted does not fit either.
+        predicted = _forecast(run).recompute if is_first else recompute
+        instead = "full" if predicted == recompute else predicted
         run.console.warn(f"{error.message}: trying again with --model.recompute {instead}")
-        return 0, MeasuredRun(before.seconds | {recompute: math.inf}, instead)
+        return 0, MeasuredRun(before.seconds | {recompute: math.inf}, Choice(instead, f"{recompute} does not fit"))
     if recompute in before.seconds:
         # It was the faster one.
         return size, before
     seconds = before.seconds | {recompute: discovery.step_seconds(size // discovery.probe.unit)}
-    if not before.seconds:
-        candidate = _predict_recompute(run) if is_free and discovery.is_limited_by_memory else None
-        if candidate is not None:
-            run.console.info(f"larger micro-batches do not fit: model.recompute {candidate} may be faster")
-        return size, MeasuredRun(seconds, candidate)
+    if is_first:
+        if is_auto and discovery.is_limited_by_memory and (predicted := _forecast(run).recompute) != recompute:
+            run.console.info(f"larger micro-batches do not fit: model.recompute {predicted} may be faster")
+            return size, MeasuredRun(seconds, Choice(predicted, "larger micro-batches fit"))
+        return size, MeasuredRun(seconds)
     other = min(before.seconds, key=lambda each: before.seconds[each])
     share = seconds[recompute] / seconds[other]
     if math.isfinite(seconds[other]):
         run.console.info(f"with model.recompute {recompute} a step takes {share:.2f} of the time with {other}")
-    return size, MeasuredRun(seconds, other if share > 1 else None)
+    return size, MeasuredRun(seconds, Choice(other, f"faster than {recompute}") if share > 1 else None)
 
 
-def _predict_recompute(run: Run) -> Recompute | None:
-    """The `model.recompute` that a plan of the run has instead of its own: more rows fit, and it is predicted to be
-    clearly faster. All ranks must call it."""
-    recompute: Recompute = run.model.choices["model.recompute"].value
-    predicted = recompute
+class Forecast(NamedTuple):
+    """The `model.recompute` of a plan, and whether one row would be out of memory with that of the run."""
+
+    recompute: Recompute
+    is_out_of_memory: bool
+
+
+def _forecast(run: Run) -> Forecast:
+    """All ranks must call it; rank 0 plans for them."""
+    forecast = Forecast(run.model.choices["model.recompute"].value, False)
     if run.ctx.is_main and isinstance(run.model, NativeModel):
-        predicted = make_plan(run.config, run.ctx.world_size, None, False).layout.recompute
-    predicted = run.ctx.all_gather_object(predicted)[0]
-    return None if predicted == recompute else predicted
+        plan = make_plan(run.config, run.ctx.world_size, None, False)
+        one_row = estimate_layout(plan.job, replace(plan.layout, rows=1, recompute=forecast.recompute))
+        forecast = Forecast(plan.layout.recompute, one_row.total > SAFE_SHARE * plan.job.memory)
+    return run.ctx.all_gather_object(forecast)[0]
 
 
 def _warn_about_resumed_size(run: Run, recorded: dict[str, Any], identity: dict[str, Any]) -> None:
     if run.resumed_from is not None and not recorded:
         run.console.warn("the run had another size of micro-batches: results may differ in the last bits")
     if recorded:
+        then = recorded["identity"]
+        changed = [f"{key} {then.get(key)}, now {value}" for key, value in identity.items() if then.get(key) != value]
         run.console.warn(
-            f"the run had {size_name(run)}={recorded['size']}, found with {_describe_identity(recorded['identity'])}; "
-            f"now with {_describe_identity(identity)} it is found again, and results may differ in the last bits"
+            f"the run had {size_name(run)}={recorded['size']}, found with {'; '.join(changed)}: it is found again, and "
+            "results may differ in the last bits"
         )
 
 
 def remember_out_of_memory(run: Run) -> None:
-    """Records that a step of a size that was found ran out of memory: the next run of this kind does not try it."""
+    """After a step that ran out of memory, though its size was found: the next run of this kind does not try it."""
     limit = run.progress.micro_batch_limit
-    if "auto_batch" not in run.checkpoint_info or limit is None or not run.config.auto_batch.cache:
-        return
-    probe = RunProbe(run)
-    cached = CachedProbe(probe, cache_key(run, probe), True, run.console.warn)
-    cached.add_out_of_memory(limit // probe.row_tokens)
-
-
-def _identity(run: Run) -> dict[str, Any]:
-    """What a size depends on. On other hardware or with other limits it is searched for again."""
-    auto = run.config.auto_batch
-    return {
-        "hardware": hardware(run),
-        "margin": auto.margin,
-        "memory_limit": auto.memory_limit,
-        "recompute": run.model.choices["model.recompute"].value,
-        "loss": run.model.choices["model.loss"].value,
-    }
-
-
-def _describe_identity(identity: dict[str, Any]) -> str:
-    name, memory, dims = identity["hardware"]
-    limit = "" if identity["memory_limit"] is None else f", memory_limit {identity['memory_limit']}"
-    settings = f"recompute {identity['recompute']}, loss {identity['loss']}, margin {identity['margin']:g}{limit}"
-    return f"{name}{f' of {memory / GIB:.0f} GiB' if memory else ''}, {dims}, {settings}"
+    if limit is not None and run.config.auto_batch.cache:
+        probe = RunProbe(run)
+        cached = CachedProbe(probe, cache_key(run, probe), True, run.console.warn)
+        cached.add_out_of_memory(limit // probe.row_tokens)

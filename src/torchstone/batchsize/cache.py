@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ def read_entries(key: Mapping[str, Any], warn: Callable[[str], None]) -> list[En
         is_ours = _text(content["key"]) == _text(key)
         if is_ours and all(_is_valid(entry) for entry in entries):
             return entries
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         is_ours = True
     warn(f"{file} is {'damaged' if is_ours else 'of another run'}: measuring again")
     return []
@@ -135,10 +136,11 @@ def write_entries(key: Mapping[str, Any], entries: list[Entry], warn: Callable[[
 
 
 def _is_valid(entry: Entry) -> bool:
-    numbers = [entry.size + 1, entry.micro_batches, entry.memory]
-    if entry.used is not None:
-        numbers += [entry.used, entry.seconds]  # type: ignore[list-item]
-    return all(isinstance(number, int | float) and number > 0 for number in numbers)
+    """Raises TypeError for an entry that has no numbers."""
+    counts = [entry.size + 1, entry.micro_batches, entry.memory, 1 if entry.used is None else entry.used]
+    seconds = 1.0 if entry.used is None else entry.seconds
+    is_time = isinstance(seconds, int | float) and 0 < seconds < math.inf
+    return is_time and all(type(count) is int and count > 0 for count in counts)
 
 
 def _text(key: Mapping[str, Any]) -> str:

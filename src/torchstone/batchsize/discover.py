@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchstone import __version__
 from torchstone.batchsize.cache import CachedProbe
+from torchstone.batchsize.discovery import package_versions
 from torchstone.batchsize.probe import MemoryBudget, ModuleProbe
 from torchstone.batchsize.search import Measurements, SearchResult, fastest_size, find_largest, is_saturated
 from torchstone.config.schema import AutoBatchConfig, parse_memory
 from torchstone.errors import OutOfMemoryError, UsageError
 from torchstone.observe.allocator import allocated_bytes
 from torchstone.observe.console import Console
+from torchstone.training.memory import size_text
 
 
 class DefaultGroup:
@@ -73,6 +75,11 @@ def discover_batch_size(
         device = torch.device("cuda", torch.cuda.current_device())
     memory_limit = None if memory_limit is None else str(memory_limit)
     _check_arguments(max_seq_len, safety_margin, memory_limit, max_batch_size)
+    actual = next((parameter.device for parameter in model.parameters()), device)
+    if device.type not in ("cpu", "cuda") or device != actual:
+        raise UsageError(
+            f"device is {device}, but the model is on {actual}", "use the device of the model: cpu or cuda"
+        )
     ranks = DefaultGroup(ddp_rank, ddp_world_size, device)
     resident = allocated_bytes(device, model.parameters())
     budget = MemoryBudget(AutoBatchConfig(margin=safety_margin, memory_limit=memory_limit), device, resident)
@@ -109,9 +116,13 @@ def _choose(result: SearchResult, budget: MemoryBudget, max_seq_len: int, device
     fitting = {size: each.seconds / size for size, each in result.measured.items() if each.fits}
     if fitting:
         return fastest_size(fitting, fitting.__getitem__)
-    if result.measured[1].load > budget.max_load:
+    load = result.measured[1].load
+    needs = "is out of memory" if math.isinf(load) else f"needs {size_text(load * budget.margin * budget.memory)}"
+    if load > budget.max_load:
         raise OutOfMemoryError(
-            f"not even one row of {max_seq_len} tokens fits on {device}", "use a shorter max_seq_len or a smaller model"
+            f"not even one row of {max_seq_len} tokens fits: it {needs}, and may take {budget.margin:.0%} of the "
+            f"{size_text(budget.memory)} of {device}{' (memory_limit)' if budget.limit == budget.memory else ''}",
+            "use a shorter max_seq_len or a smaller model",
         )
     # The margin is for larger sizes: it never makes a size zero.
     return 1
@@ -121,13 +132,15 @@ def _cache_key(
     model: nn.Module, max_seq_len: int, device: torch.device, world_size: int, components: Mapping[str, Any]
 ) -> dict[str, Any]:
     shapes = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    buffers = [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in model.named_buffers()]
+    # Of a model of Transformers; a config that is printed has its attention implementation.
+    settings = [str(getattr(model, name, None)) for name in ("config", "is_gradient_checkpointing")]
     return {
-        "version": __version__,
-        "torch": torch.__version__,
+        "versions": package_versions(),
         "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "world_size": world_size,
-        "model": [type(model).__name__, shapes],
+        "model": [str(model), shapes, buffers, settings],
         "max_seq_len": max_seq_len,
         "components": dict(components),
     }

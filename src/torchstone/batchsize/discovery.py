@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from torchstone import __version__
 from torchstone.batchsize.cache import CachedProbe
 from torchstone.batchsize.probe import RunProbe
 from torchstone.batchsize.search import (
@@ -114,7 +115,8 @@ class Discovery:
             return 1
         # Those that split a step into equal parts.
         counts = range(-(-probe.limit // result.largest), probe.limit + 1)[:COMPARED_SIZES]
-        candidates = {-(-probe.limit // count) for count in counts} | {n for n, m in result.measured.items() if m.fits}
+        measured = {-(-probe.limit // n) for n, each in result.measured.items() if each.fits}
+        candidates = {-(-probe.limit // count) for count in {*counts, *measured}}
         return fastest_size(candidates, self.step_seconds)
 
     def step_seconds(self, size: int) -> float:
@@ -124,6 +126,7 @@ class Discovery:
             return math.inf
         data, seconds = replace(run.data), 0.0
         data.set_micro_batch(size * probe.unit, dp)
+        measured = {probe.padded_tokens(n): each.seconds for n, each in self.result.measured.items() if each.fits}
         sampler = data.sampler(run.config)
         for _ in range(COMPARED_STEPS):
             samples = sampler.take(data.batch_sizes.global_batch_size)
@@ -131,7 +134,7 @@ class Discovery:
                 lengths = [[int(data.train.lengths[row].sum()) for row in rows] for rows in ranks]
                 shapes = [(len(rows), max(rows, default=0)) for rows in lengths]
                 tokens = max(data.shapes.pad_rows(rows) * data.shapes.pad_length(longest) for rows, longest in shapes)
-                seconds += micro_step_seconds(self.result.measured, tokens / probe.row_tokens)
+                seconds += micro_step_seconds(measured, tokens)
         return seconds / COMPARED_STEPS
 
     def _describe(self, size: int) -> str:
@@ -147,7 +150,7 @@ class Discovery:
         elif self.result.is_exact:
             text = f"{largest * unit} is the largest that fits"
         elif self.is_limited_by_memory:
-            text = f"more than {largest * unit} would not fit"
+            text = "larger ones are not expected to fit"
         else:
             text = f"larger ones {'were not tried' if self.is_late else 'are at most 1 % faster'}"
         if entry is None or entry.used is None or entry.seconds is None:
@@ -178,14 +181,12 @@ def cache_key(run: Run, probe: RunProbe) -> dict[str, Any]:
     """Everything that changes the memory or the time of a step of one size."""
     config, model = run.config, run.model
     return {
-        "version": __version__,
-        "torch": torch.__version__,
-        "hardware": hardware(run),
+        "versions": package_versions(),
+        "settings": run.checkpoint_info["limit_settings"],
         "threads": torch.get_num_threads() if run.device.type == "cpu" else None,
         "parallel": asdict(config.parallel),
         "model": model.hf_config,
         "implementation": model.implementation,
-        "choices": {key: str(choice.value) for key, choice in model.choices.items()},
         "chunk_tokens": getattr(model, "chunk_tokens", None),
         "liger": config.model.liger,
         "fp8_recipe": config.training.fp8_recipe,
@@ -198,13 +199,14 @@ def cache_key(run: Run, probe: RunProbe) -> dict[str, Any]:
     }
 
 
-def hardware(run: Run) -> list[Any]:
-    """The name and the memory of the device, and the layout."""
-    name, memory = "cpu", 0
-    if run.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(run.device)
-        name, memory = properties.name, properties.total_memory
-    return [name, memory, str(run.ctx.dims)]
+def package_versions() -> dict[str, str]:
+    """Those that may change the memory or the time of a step."""
+    names = ("torchstone", "torch", "transformers", "triton", "flash-attn", "flash-attn-4", "liger-kernel", "torchao")
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def size_name(run: Run) -> str:

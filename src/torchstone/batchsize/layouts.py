@@ -71,6 +71,8 @@ class Search:
         lost |= {"waiting for the host": time.idle, "the optimizer": time.optimizer}
         name, seconds = max(lost.items(), key=lambda each: each[1])
         share = 100 * seconds / time.seconds
+        if share < 1:
+            return f"{self.fitting} of {self.tried} layouts fit; the first one computes nearly all the time"
         return (
             f"{self.fitting} of {self.tried} layouts fit; the first one loses most to {name}, {share:.0f} % of a step"
         )

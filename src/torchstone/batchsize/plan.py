@@ -112,7 +112,6 @@ def make_plan(config: Config, world: int | None, gpu_name: str | None, has_searc
     dims = resolve_dims(config.parallel, world)
     precision = _choose_precision(config, gpu)
     config = with_precision(config, precision)
-    is_auto = _has_auto_rows(config, gpu)
     execution = execution_options(config, replace(SINGLE_PROCESS, dims=dims), torch.device("cpu"))
     gpu_memory = None if gpu.is_cpu else gpu.memory
     execution = replace(execution, gpu_memory=gpu_memory, is_elsewhere=gpu_name is not None)
@@ -120,8 +119,9 @@ def make_plan(config: Config, world: int | None, gpu_name: str | None, has_searc
     tokenizer = _open_tokenizer(config, notes)
     model = build_meta_model(config, execution, 0 if tokenizer is None else tokenizer.size)
     length = plan_length(config, tokenizer, dims)
-    if length.tokens is not None:
-        execution = replace(execution, run_flops=6 * model.parameter_count * length.tokens / world)
+    flops = None if length.tokens is None else 6 * model.parameter_count * length.tokens / world
+    execution = replace(execution, run_flops=flops)
+    is_auto = is_wanted(config, length.shares_rows, torch.device("cpu" if gpu.is_cpu else "cuda"), flops, notes.append)
     if model.fallback is not None:
         notes.append(
             f"the model runs in the Transformers fallback ({model.fallback}): its activations are a rough guess"
@@ -171,12 +171,6 @@ def _choose_precision(config: Config, gpu: Gpu) -> Choice:
     if gpu.is_cpu or config.training.precision != "auto":
         return choose_precision(config, torch.device("cpu"), SINGLE_PROCESS, {})
     return Choice("bf16", "fp32 master weights")
-
-
-def _has_auto_rows(config: Config, gpu: Gpu) -> bool:
-    """Whether the run would find the rows of a micro-batch, so that the plan chooses them."""
-    device = torch.device("cpu" if gpu.is_cpu else "cuda")
-    return is_wanted(config, shares_rows=False, device=device, flops=None, log=lambda line: None)
 
 
 def _choose(

@@ -51,7 +51,7 @@ def _essentials(plan: Plan) -> Iterator[str]:
     if plan.largest_rows:
         is_all = plan.largest_rows * layout.dims.dp >= job.step_rows
         rows = "all rows of a step" if is_all else f"up to {plural(plan.largest_rows, 'row', ',')}"
-        recommended = "" if plan.time is None else f"; recommended: {plan.recommended_rows}"
+        recommended = "" if plan.time is None or chosen else f"; recommended: {plan.recommended_rows}"
         yield f"            {rows} would fit in a micro-batch{recommended}"
 
 

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -170,7 +171,7 @@ class Probe(ABC):
                 # The other ranks wait for this one, or the device cannot go on.
                 raise OutOfMemoryError(
                     f"out of memory on {self.device} while {FINDING_BATCH_SIZE}: {out_of_memory_reason(error)}",
-                    "start again: this size is not tried twice; or set --training.batch_size",
+                    "start again: with a cache, this size is not tried twice; or set the size of micro-batches by hand",
                 ) from None
         # Not in the handler, whose error holds the tensors of the step.
         self.oom_count += 1
@@ -243,6 +244,14 @@ class RunProbe(Probe):
         if sizes.micro_batch_tokens is None:
             return samples
         return max(1, math.ceil(samples * int(self.run.data.train.lengths.max()) / self.unit))
+
+    def padded_tokens(self, size: int) -> int:
+        """Of a micro-batch of `size`, on full rows."""
+        data = replace(self.run.data)
+        data.set_micro_batch(size * self.unit, self.run.ctx.dims.dp)
+        shares_rows = data.batch_sizes.micro_batch_tokens is not None
+        rows, length = (1, size * self.unit) if shares_rows else (size, self.row_tokens)
+        return data.shapes.pad_rows(rows) * data.shapes.pad_length(length)
 
     def micro_batches(self, size: int) -> int:
         """Two stand for any number, except in a pipeline, which has buffers for all of them."""
@@ -359,14 +368,18 @@ class ModuleProbe(Probe):
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        gradients, was_training = [parameter.grad for parameter in self.parameters], self.module.training
+        gradients = [parameter.grad for parameter in self.parameters]
+        modes = {module: module.training for module in self.module.modules()}
         self.clear()
-        self.module.train()
+        if not self.module.training:
+            # As Transformers loads models. Parts of a module in training mode may be in evaluation mode on purpose.
+            self.module.train()
         try:
             with self.keep_state(self.module.buffers()):
                 yield
         finally:
-            self.module.train(was_training)
+            for module, mode in modes.items():
+                module.training = mode
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
 

@@ -125,11 +125,15 @@ def is_saturated(measured: Measurements) -> bool:
     return all(later < (1 + MIN_GAIN) * earlier for earlier, later in pairwise(speeds[-3:]))
 
 
-def micro_step_seconds(measured: Measurements, size: float) -> float:
-    """The seconds of a micro-step of any size, which need not be a measured one."""
-    fitting = sorted((n, each.seconds) for n, each in measured.items() if each.fits)
-    sizes, seconds = zip(*fitting, strict=True)
-    return float(np.interp(size, sizes, seconds))
+def micro_step_seconds(measured: Mapping[int, float], tokens: int) -> float:
+    """The seconds of a micro-step of any number of tokens. `measured`: those of some numbers.
+
+    Below the smallest one the line through the first two goes on, if it does not say that fewer tokens take no time."""
+    (smallest, first), *others = sorted(measured.items())
+    if tokens >= smallest:
+        return float(np.interp(tokens, [smallest, *(n for n, _ in others)], [first, *(each for _, each in others)]))
+    slope = (others[0][1] - first) / (others[0][0] - smallest) if others else first / smallest
+    return first - (smallest - tokens) * max(0.0, min(slope, first / smallest))
 
 
 def fastest_size(candidates: Collection[int], step_seconds: Callable[[int], float]) -> int:

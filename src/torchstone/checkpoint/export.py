@@ -51,7 +51,7 @@ from torchstone.checkpoint.tensor_files import open_tensor_file
 from torchstone.checkpoint.transformers_folder import read_hf_config
 from torchstone.checkpoint.weight_files import hf_tensors, weight_file_paths, write_weights
 from torchstone.checkpoint.weight_names import LLAMA, WEIGHT_NAMES
-from torchstone.data.tokenize import Tokenizer, load_tokenizer
+from torchstone.data.tokenize import Tokenizer, load_tokenizer, tokenizer_warnings
 from torchstone.errors import CheckpointError, TorchstoneError, UsageError
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import GENERATION_CONFIG, FallbackModel, Model, NativeModel
@@ -64,6 +64,8 @@ CPU = torch.device("cpu")
 CONFIG_FILES = (ADAPTER_CONFIG, OSFT_CONFIG)
 # Relative to the largest logit, or to 1 if all are smaller.
 LOGITS_TOLERANCE = 1e-5
+# Of the row whose logits are compared.
+PROBE_TOKENS = 64
 NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -123,6 +125,7 @@ def export_model(
                 verify_merge(folder, tokenizer, execution)
             model = load_model(folder, CPU, target_dtype, execution)
             difference = verify_folder(work, model, tokenizer, trust_remote_code)
+    model_type = read_json(target / "config.json")["model_type"]
     return {
         "source": str(folder),
         "folder": str(target),
@@ -132,7 +135,7 @@ def export_model(
         "bytes": sum(file.stat().st_size for file in weight_file_paths(target)),
         "verified": verify,
         "max_logit_difference": difference,
-        "warnings": _quantization_warnings(folder),
+        "warnings": [*_quantization_warnings(folder), *tokenizer_warnings(tokenizer, model_type)],
     } | _merge_report(merge_errors)
 
 
@@ -262,9 +265,12 @@ def verify_adapter(
 
 
 def _probe_ids(model: Model, tokenizer: Tokenizer) -> Tensor:
+    """A row of random tokens."""
     # A folder's tokenizer may have more tokens than the model has embeddings.
-    encoded = tokenizer.encode("The quick brown fox jumps over the lazy dog.")[:64]
-    return torch.tensor([[min(token, model.vocab_size - 1) for token in encoded]])
+    vocabulary, length = min(tokenizer.size, model.vocab_size), PROBE_TOKENS
+    if isinstance(model, NativeModel):
+        length = min(length, model.decoder_config.max_positions)
+    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()

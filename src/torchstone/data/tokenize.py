@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from torchstone.atomic import translate_os_errors
+from torchstone.atomic import read_json_or_empty, translate_os_errors
 from torchstone.data.encode import EncodingConfig, find_special_affixes, is_library_error
 from torchstone.data.formats import CHAT_FORMATS, Message, RowFormat
 from torchstone.data.sources import NO_COLUMNS
@@ -24,6 +26,10 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 MAX_VOCAB_SIZE = 1 << 22
 # An answer to find in what a template renders.
 PROBE = "torchstone-probe"
+# What tokenizers split in different ways: numbers, spaces, apostrophes, accents, scripts.
+SPLIT_PROBE = "The sum is 12345 + 678.9\n\n  It's naïve: café, ДОМ, 你好!\tdef f(x):\n\treturn x"
+# Transformers' name for a tokenizer that is exactly its tokenizer.json.
+PLAIN_CLASS = "TokenizersBackend"
 
 
 class Tokenizer:
@@ -185,6 +191,21 @@ class Tokenizer:
         with translate_os_errors(folder):
             self.hf.save_pretrained(folder)
 
+    def is_replaced_beside(self, model_type: str) -> bool:
+        """Whether Transformers' AutoTokenizer makes other tokens in a folder of such a model. For some types (qwen2) it
+        ignores the tokenizer's class, and replaces parts of the tokenizer.json by those that the model type had first.
+        """
+        from transformers.models.auto import tokenization_auto
+
+        replaced = getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", ())
+        if model_type not in replaced or type(self.hf).__name__ != PLAIN_CLASS:
+            return False
+        with TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}))
+            other = tokenization_auto.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return other.encode(SPLIT_PROBE, add_special_tokens=False) != self.encode(SPLIT_PROBE)
+
 
 def load_tokenizer(
     folder: Path,
@@ -193,7 +214,7 @@ def load_tokenizer(
     warn: Callable[[str], None] | None = None,
 ) -> Tokenizer:
     """Loads the tokenizer of a folder; `chat_template` (a file or a built-in name) replaces its template."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not folder.is_dir():
         raise UsageError(
@@ -201,7 +222,8 @@ def load_tokenizer(
         )
     try:
         # trust_remote_code is always passed: without it Transformers would ask on the terminal.
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+        loader = PreTrainedTokenizerFast if _is_plain(folder) else AutoTokenizer
+        hf = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
     except BaseException as error:
         # Transformers and tokenizers raise all kinds of errors for damaged files.
         if not is_library_error(error):
@@ -215,3 +237,20 @@ def load_tokenizer(
         for warning in tokenizer.warnings:
             warn(warning)
     return tokenizer
+
+
+def tokenizer_warnings(tokenizer: Tokenizer, model_type: str) -> list[str]:
+    """About a tokenizer that Transformers does not load beside a model of this type."""
+    if not tokenizer.is_replaced_beside(model_type):
+        return []
+    return [
+        f"Transformers' AutoTokenizer makes other tokens of a text than this tokenizer, because it stands beside a "
+        f"{model_type} model: use PreTrainedTokenizerFast.from_pretrained(FOLDER) there"
+    ]
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether the folder names the class of tokenizers that are exactly their tokenizer.json, as a saved run does:
+    beside some models AutoTokenizer would ignore that."""
+    config = read_json_or_empty(folder / "tokenizer_config.json")
+    return config.get("tokenizer_class") == PLAIN_CLASS and "auto_map" not in config

@@ -59,6 +59,7 @@ class ExecutionOptions:
     has_fixed_length: bool = False
     fused: tuple[Fusion, ...] = ()
     recompute: Recompute = "none"
+    recompute_reason: str = AS_REQUESTED
     compile: Compile = "none"
     loss: Loss = "auto"
     liger: tuple[str, ...] = ()
@@ -98,7 +99,7 @@ def choose_compile(execution: ExecutionOptions, device: torch.device) -> Choice:
 def choose_recompute(execution: ExecutionOptions, compile: str) -> Choice:
     """`compile`: what `choose_compile` has chosen."""
     if execution.recompute != "auto":
-        return Choice(execution.recompute, AS_REQUESTED)
+        return Choice(execution.recompute, execution.recompute_reason)
     if compile == "none":
         return Choice("none", "nothing is compiled")
     return Choice("elementwise", "almost free in compiled blocks")

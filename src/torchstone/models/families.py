@@ -273,11 +273,15 @@ def _granite(config: Any) -> dict[str, Any]:
 
 
 def _smollm3(config: Any) -> dict[str, Any]:
-    """A 0 in no_rope_layers is a layer without RoPE. Windows apply only with use_sliding_window."""
+    """A 0 in no_rope_layers is a layer without RoPE."""
+    layers = layers_by_type(config)
+    if not config.use_sliding_window and any(layer.window is not None for layer in layers):
+        # Transformers' attention kernels disagree: eager and sdpa apply the windows of layer_types, flash does not.
+        raise UsageError("the native decoder does not support layer_types with windows without use_sliding_window")
     return _llama(config) | {
         "layers": tuple(
-            LayerSpec(layer.window if config.use_sliding_window else None, layer.rope if has_rope else None)
-            for layer, has_rope in zip(layers_by_type(config), config.no_rope_layers, strict=False)
+            LayerSpec(layer.window, layer.rope if has_rope else None)
+            for layer, has_rope in zip(layers, config.no_rope_layers, strict=False)
         )
     }
 

@@ -402,7 +402,7 @@ def choose_fallback_execution(execution: ExecutionOptions) -> dict[str, Choice]:
     is_full = execution.recompute == "full"
     return {
         "model.loss": Choice("full", "the Transformers fallback computes all logits"),
-        "model.recompute": Choice("full", AS_REQUESTED) if is_full else Choice("none", IN_FALLBACK),
+        "model.recompute": Choice("full", execution.recompute_reason) if is_full else Choice("none", IN_FALLBACK),
         "model.compile": Choice("none", IN_FALLBACK),
     }
 

@@ -112,8 +112,8 @@ def resolve_script(script: TrainingScript, flags: dict[str, str], layers: Config
 
 def check_rows_per_device(config: Config) -> str | None:
     """A warning if a device gets more rows than in pretraining: only that number is known to fit."""
-    if config.auto_batch.enabled or config.training.batch_size == "auto":
-        # What is found is measured.
+    if not config.training.micro_batch_rows and (config.auto_batch.enabled or config.training.batch_size == "auto"):
+        # What is found is measured. A size that is set is not searched for.
         return None
     path = Path(str(config.model.path)) / "config.json"
     try:
@@ -137,8 +137,8 @@ def _found_rows(run: Path) -> int | None:
 
     checkpoints = list_checkpoints(run / "checkpoints")
     state = read_json_or_empty(checkpoints[-1][1] / "state.json") if checkpoints else {}
-    size = (state.get("auto_batch") or {}).get("size")
-    return size if isinstance(size, int) else None
+    found = state.get("auto_batch") or {}
+    return found.get("size") if found.get("unit") == "device_batch_size" else None
 
 
 def _split_args(args: list[str]) -> tuple[dict[str, str], list[str]]:

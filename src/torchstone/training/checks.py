@@ -22,11 +22,9 @@ from torchstone.parallel.runner import Runner
 
 # With bf16 weights and moments.
 SMALLER_PRECISION = {"auto": "bf16-pure", "fp32": "bf16-pure", "bf16": "bf16-pure", "fp8": "fp8-pure"}
-# A container's limit and usage, in version 2 and 1 of the kernel's control groups.
-CGROUP_FILES = [
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-]
+# The control groups of this process, and where their files are: limit and usage, in version 2 and 1 of the kernel's.
+OWN_CGROUPS, CGROUP_FOLDER = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUP_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 DEVICE_ERRORS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 WHAT_TO_TRY = (
     "try a lower --optim.learning_rate or a longer --optim.warmup_steps or, if it is not in fp32, a new run with "
@@ -90,7 +88,7 @@ def check_memory(needed: int, parameters: int, device: torch.device, hint: str) 
 def process_memory() -> int:
     """What a process may have of the memory and swap of this machine, or of its container; its ranks share them."""
     total = psutil.virtual_memory().total + psutil.swap_memory().total
-    limits = [limit for file, _ in CGROUP_FILES if (limit := read_cgroup(file)) is not None]
+    limits = [limit for file, _ in cgroup_files() if (limit := read_cgroup(file)) is not None]
     total = min([total, *limits])
     total //= max(1, read_int_variable("LOCAL_WORLD_SIZE", 1))
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -100,7 +98,7 @@ def process_memory() -> int:
 def free_memory() -> int:
     """What a process may still take of the memory of this machine, or of its container; its ranks share it."""
     free = psutil.virtual_memory().available
-    for limit_file, usage_file in CGROUP_FILES:
+    for limit_file, usage_file in cgroup_files():
         limit, usage = read_cgroup(limit_file), read_cgroup(usage_file)
         if limit is not None and usage is not None:
             # The kernel gives back files that were read once before a process gets no memory.
@@ -108,6 +106,19 @@ def free_memory() -> int:
             cached = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
             free = min(free, limit - usage + (int(cached[1]) if cached else 0))
     return min(max(0, free) // max(1, read_int_variable("LOCAL_WORLD_SIZE", 1)), process_memory())
+
+
+def cgroup_files() -> Iterator[tuple[Path, Path]]:
+    """Limit and usage of the control groups of this process (of a container, or of a job of SLURM) and of those that
+    they are in."""
+    for line in _read_text(OWN_CGROUPS).splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, (limit, usage) = CGROUP_FOLDER / controllers, CGROUP_FILES[bool(controllers)]
+        own = Path(name.lstrip("/"))
+        for group in (own, *own.parents):
+            yield folder / group / limit, folder / group / usage
 
 
 def read_cgroup(path: Path) -> int | None:

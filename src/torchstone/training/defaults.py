@@ -43,6 +43,30 @@ def choose_precision(
     return Choice("bf16", "fp32 master weights")
 
 
+def recorded_recompute(
+    config: Config, state: dict[str, Any], device: torch.device, ctx: ParallelContext
+) -> Choice | None:
+    """What the search for the batch size chose for the run that is resumed, if it goes on with the same hardware.
+
+    `state`: of its checkpoint."""
+    found = state.get("auto_batch") or {}
+    if config.model.recompute != "auto" or not found.get("chose_recompute"):
+        return None
+    hardware = hardware_settings(device, ctx)
+    if not hardware.items() <= found["identity"].items():
+        return None
+    return Choice(found["identity"]["model.recompute"], "as in the checkpoint")
+
+
+def hardware_settings(device: torch.device, ctx: ParallelContext) -> dict[str, Any]:
+    """Device and layout. GPUs of one run may differ: that of rank 0 counts."""
+    name = "cpu"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, {properties.total_memory} bytes"
+    return {"device": ctx.all_gather_object(name)[0], "layout": str(ctx.dims)}
+
+
 def with_precision(config: Config, precision: Choice) -> Config:
     return replace(config, training=replace(config.training, precision=precision.value))
 
@@ -81,9 +105,14 @@ def check_compile(config: Config, dims: ParallelDims) -> None:
         )
 
 
-def execution_options(config: Config, ctx: ParallelContext, device: torch.device) -> ExecutionOptions:
-    """How the model of a training run is executed. Raises UsageError for what does not work together."""
+def execution_options(
+    config: Config, ctx: ParallelContext, device: torch.device, recompute: Choice | None = None
+) -> ExecutionOptions:
+    """How the model of a training run is executed. Raises UsageError for what does not work together.
+
+    `recompute`: instead of `model.recompute`."""
     check_compile(config, ctx.dims)
+    recompute = recompute or Choice(config.model.recompute, AS_REQUESTED)
     model, gpu_memory = config.model, get_gpu_memory(device)
     return ExecutionOptions(
         tp=ctx.dims.tp,
@@ -92,7 +121,8 @@ def execution_options(config: Config, ctx: ParallelContext, device: torch.device
         attention=model.attention,
         packed=config.data.packing,
         fused=tuple(name for name in model.fused if name != "auto"),
-        recompute=model.recompute,
+        recompute=recompute.value,
+        recompute_reason=recompute.reason,
         compile=model.compile,
         loss=model.loss,
         liger=model.liger,

@@ -180,7 +180,7 @@ def _shard(sizes: StepSizes, memory: int | None) -> Change:
     return change
 
 
-def size_text(size: int) -> str:
+def size_text(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
@@ -237,6 +237,8 @@ def _step_sizes(run: Run, model: NativeModel, rows: int, row_tokens: int, accumu
         # Liger's chunks are small.
         chunk_tokens=0 if model.choices["model.loss"].value == "liger" else model.chunk_tokens,
         gradient_bytes=gradient_bytes(model),
+        attention=model.choices["model.attention"].value,
+        has_mask=run.data.packed or model.decoder_config.min_window is not None,
         trains_head=model.tuning is None or model.tuning.is_trained(HEAD),
         has_fused_lora=isinstance(model.tuning, LoraPlan),
     )

@@ -30,10 +30,11 @@ from torchstone.data.loader import StepBatch, count_padding
 from torchstone.data.samples import Samples
 from torchstone.data.split import split_micro_batch, split_step_batch
 from torchstone.errors import OutOfMemoryError
-from torchstone.launch.memory_limit import MemoryLimit, read_limit, remove_limit, write_limit
+from torchstone.launch.memory_limit import MemoryLimit, read_limit, write_limit
 from torchstone.parallel.runner import Runner
 from torchstone.rng import get_rng_states, set_rng_states
 from torchstone.training.checks import is_repairable, out_of_memory_reason, ran_out_of_memory
+from torchstone.training.defaults import hardware_settings
 from torchstone.training.malloc import return_freed_memory
 from torchstone.training.memory import describe_fit
 from torchstone.training.run import Run
@@ -122,14 +123,9 @@ def validation_attempts(run: Run, batch: StepBatch, name: str) -> Attempts:
 
 
 def limit_settings(runner: Runner) -> dict[str, Any]:
-    """What a limit is valid for. GPUs of one run may differ: that of rank 0 counts."""
-    name, device, choices = "cpu", runner.device, runner.model.choices
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name = f"{properties.name}, {properties.total_memory} bytes"
-    keys = ("training.precision", "model.recompute", "model.loss")
-    settings = {"device": name, "layout": str(runner.ctx.dims)} | {key: str(choices[key].value) for key in keys}
-    return dict(runner.ctx.all_gather_object(settings)[0])
+    """What a limit is valid for: the hardware, and what decides how a step is computed."""
+    choices = {key: str(choice.value) for key, choice in runner.model.choices.items()}
+    return hardware_settings(runner.device, runner.ctx) | choices
 
 
 def restore_limit(run: Run, saved_settings: dict[str, Any] | None) -> None:
@@ -137,8 +133,9 @@ def restore_limit(run: Run, saved_settings: dict[str, Any] | None) -> None:
     when it failed. The same on all ranks, also if each machine has a folder of its own."""
     progress, settings = run.progress, run.checkpoint_info["limit_settings"]
     limits = [limit for limit in run.ctx.all_gather_object(read_limit(run.output_dir)) if limit is not None]
-    if progress.micro_batch_limit is not None:
-        limits.append(MemoryLimit(progress.micro_batch_limit, progress.step, progress.oom_splits, saved_settings or {}))
+    saved = progress.micro_batch_limit
+    if saved is not None:
+        limits.append(MemoryLimit(saved, progress.step, progress.oom_splits, saved_settings or {}))
     valid = [limit for limit in limits if limit.settings == settings]
     progress.micro_batch_limit = min((limit.tokens for limit in valid), default=None)
     progress.oom_splits = max([progress.oom_splits, *(limit.splits for limit in valid)])
@@ -147,13 +144,12 @@ def restore_limit(run: Run, saved_settings: dict[str, Any] | None) -> None:
             f"micro-batches have at most {progress.micro_batch_limit} tokens: with more, this run was out of memory "
             f"(oom_splits {progress.oom_splits})"
         )
-    elif limits:
+    elif saved is not None:
+        saved_settings = saved_settings or {}
+        changed = [f"{key} {saved_settings.get(key)}" for key in settings if saved_settings.get(key) != settings[key]]
         run.console.info(
-            f"micro-batches are not limited to {min(limit.tokens for limit in limits)} tokens any more: the device, "
-            "the layout, training.precision, model.recompute or model.loss is another one than when memory ran out"
+            f"micro-batches are not limited to {saved} tokens any more: memory ran out with {', '.join(changed)}"
         )
-        if run.ctx.is_main:
-            remove_limit(run.output_dir)
 
 
 def _split_to_limit(run: Run, batch: StepBatch) -> StepBatch:

@@ -37,9 +37,10 @@ from torchstone.checkpoint.model_folder import (
 )
 from torchstone.config.schema import Config, SystemConfig
 from torchstone.data.loader import RunData, load_data
-from torchstone.data.tokenize import Tokenizer, load_tokenizer
+from torchstone.data.tokenize import Tokenizer, load_tokenizer, tokenizer_warnings
 from torchstone.demo.builtin import data_file, tokenizer_folder
 from torchstone.errors import CheckpointError, UsageError
+from torchstone.models.choice import Choice
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.families import family_of
 from torchstone.models.model import Model, NativeModel, padded_vocab_size
@@ -65,6 +66,7 @@ from torchstone.training.defaults import (
     choose_precision,
     describe_choices,
     execution_options,
+    recorded_recompute,
     run_flops,
     slow_choices,
     with_precision,
@@ -92,8 +94,9 @@ def build_run(
     device: torch.device,
     ctx: ParallelContext = SINGLE_PROCESS,
     resume: str | None = None,
+    recompute: Choice | None = None,
 ) -> Run:
-    """`resume`: instead of `checkpoint.resume`."""
+    """`resume` and `recompute`: instead of `checkpoint.resume` and `model.recompute`."""
     # Ranks that differ only in pp or tp see the same rows and need the same dropout.
     seed = config.training.seed + ctx.dp_rank
     torch.manual_seed(seed)
@@ -105,7 +108,8 @@ def build_run(
     heartbeat.report_phase("checking the model")
     requested, precision = config, choose_precision(config, device, ctx, state.get("identity", {}))
     config = with_precision(config, precision)
-    execution = execution_options(config, ctx, device)
+    recompute = recompute or recorded_recompute(config, state, device, ctx)
+    execution = execution_options(config, ctx, device, recompute)
     # A launcher has prepared the data, which has printed these lines.
     data_console = console.log_only() if heartbeat.has_launcher() else console
     tokenizer, parameters = _check_model(config, model_folder, checkpoint, device, execution, ctx, data_console)
@@ -132,14 +136,12 @@ def build_run(
         # config.json now has the tokenizer's pad_token_id, but the run started with the one of the model folder.
         model.padding_idx = state.get("padding_row", model.padding_idx)
         restore_optimizer(checkpoint, optimizer, model)
-        has_dropout = not isinstance(model, NativeModel)
-        restore_rng_states(checkpoint, device, ctx, seed, console.warn if has_dropout else console.info)
+        _restore_rng_states(checkpoint, model, ctx, seed, console)
         console.info(f"resuming from {checkpoint} (step {progress.step}, {progress.tokens} tokens)")
     _warn_about_padding(model, tokenizer, console)
-    for warning in [
-        *slow_choices(requested, execution, device, isinstance(model, NativeModel)),
-        *_data_warnings(config, schedule, data),
-    ]:
+    slow = slow_choices(requested, execution, device, isinstance(model, NativeModel))
+    replaced = tokenizer_warnings(tokenizer, model.hf_config["model_type"])
+    for warning in [*slow, *replaced, *_data_warnings(config, schedule, data)]:
         console.warn(warning)
     info = _checkpoint_info(config, runner, data, model_folder) | {
         "identity": identity,
@@ -155,6 +157,12 @@ def build_run(
         run.sample_prompts = choose_prompts(config, data, tokenizer, model)
     mark_best_checkpoint(run)
     return run
+
+
+def _restore_rng_states(checkpoint: Path, model: Model, ctx: ParallelContext, seed: int, console: Console) -> None:
+    """Results depend on them if the model has dropout, as one of the fallback may."""
+    log = console.info if isinstance(model, NativeModel) else console.warn
+    restore_rng_states(checkpoint, model.device, ctx, seed, log)
 
 
 def _read_state(config: Config, checkpoint: Path) -> dict[str, Any]:
