@@ -840,7 +840,7 @@ class Commands:
     def _launch_diagnosis(self, config: Config, plan: LaunchPlan, flags: list[str]) -> None:
         """Runs `diagnose` in several processes. Unlike a training run it has no folder, no lock and no logs."""
         with tempfile.TemporaryDirectory(prefix="torchstone-") as folder:
-            # The check bad_rows reports them.
+            # The check bad_rows reports bad rows.
             code, pinned = _prepare(config, plan, Path(folder), "--data.on_bad_row=skip")
             if code == 0:
                 args = ["diagnose", str(pinned), f"--data.on_bad_row={config.data.on_bad_row}", *flags]

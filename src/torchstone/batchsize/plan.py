@@ -45,7 +45,7 @@ from torchstone.wording import plural
 
 # The smallest size that reaches this share of the highest speed is recommended.
 NEARLY_FASTEST = 0.99
-# Another activation checkpointing must be predicted to be so many times as fast, because predictions have errors.
+# Another activation checkpointing must be predicted to be this many times as fast, because predictions have errors.
 MIN_GAIN = 1.1
 
 

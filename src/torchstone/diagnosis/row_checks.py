@@ -38,7 +38,7 @@ MAX_DROPPED, MANY_DROPPED = 0.05, 0.5
 MAX_GARBLED, MANY_GARBLED = 0.05, 0.25
 MAX_ESCAPED = MAX_SWAPPED = 0.5
 SHOWN_BAD_ROWS = 3
-# Files with a row per line, if they are not arrays. Counting so many bytes takes a second.
+# Files with a row per line, if they are not arrays. Counting the lines of that many bytes takes a second.
 LINE_TYPES, MAX_COUNTED_BYTES = (".jsonl", ".ndjson", ".json"), 1 << 28
 # Short texts, such as lines, occur again by accident, and so does anything among few rows.
 MIN_TEXT_TOKENS, MIN_ROWS = 32, 8

@@ -44,7 +44,7 @@ from torchstone.training.run import Run
 if TYPE_CHECKING:
     from torchstone.diagnosis.session import Diagnosis
 
-# Texts are compared until they have so many characters: a second.
+# Texts are compared until they have this many characters together, which takes a second.
 MAX_CHARACTERS = 1 << 20
 # What must not happen to texts: on their way from the rows, and in the tokenizer.
 OTHER, OTHER_SPACES = "are not in the tokens of their rows", "have other spaces or line breaks in their rows' tokens"

@@ -36,7 +36,7 @@ LOGITS_LIMIT = 1e-4
 # Relative to the gradient's norm.
 GRADIENT_LIMIT = 1e-3
 MAX_DOCUMENTS, MAX_TOKENS = 3, 512
-# One document is made longer than the sliding window, unless it would have more tokens than so many steps.
+# One document is made longer than the sliding window, unless it would have more tokens than this many steps.
 WINDOW_STEPS, BEYOND_WINDOW = 30, 16
 # Longer than any document.
 NO_WINDOW = 1 << 30

@@ -69,7 +69,8 @@ def handle_stop_signals(
 
     Yields a function that raises it again, for code that may have swallowed it, such as the imports of a library.
 
-    `signal_handlers` sets them. With `ignore_late_signals` a late signal does not change the exit code.
+    `signal_handlers` says which signals are handled, and what happens on exit. With `ignore_late_signals` a late signal
+    does not change the exit code.
     """
     stop_request = StopRequest() if request is None else request
 
