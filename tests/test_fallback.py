@@ -24,6 +24,7 @@ import tiny_families
 from selection import the_rest
 from sides import MAX_NORM, WEIGHT_DECAY, collated
 from steps import train_step
+from tiny import edit_config
 from torchstone.checkpoint.transformers_folder import load_fallback, save_fallback
 from torchstone.data.loader import StepBatch
 from torchstone.errors import CheckpointError, UsageError
@@ -170,11 +171,6 @@ def neox(folder_of: Folders, tmp_path: Path) -> Path:
 
 def random_ids(*shape: int) -> Tensor:
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(3))
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 class OurSide:

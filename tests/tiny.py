@@ -53,6 +53,11 @@ def make_scripted_llama(folder: Path, tokenizer: Tokenizer, chain: list[int], **
     return folder
 
 
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def chat_row(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
