@@ -49,6 +49,7 @@ from torchstone.models import fp8
 from torchstone.models.execution import MATMULS, ExecutionOptions, _ops, compile_decoder
 from torchstone.models.fp8 import Fp8Options, check_fp8
 from torchstone.models.generate import generate
+from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training import defaults
@@ -298,7 +299,8 @@ class TestRun:
                 del overrides[key]
             linears = NoteLinears()
             api.train(overrides=overrides | {"model.path": str(base_run)}, callbacks=[linears])
-            losses[precision] = torch.tensor(linears.losses)
+            lines = read_metrics(tmp_path / precision / "metrics.jsonl")
+            losses[precision] = torch.tensor([line["loss"] for line in lines])
             tensors[precision] = load_file(
                 tmp_path / f"{precision}/checkpoints/step-00000006/adapter_model.safetensors"
             )
@@ -327,16 +329,12 @@ def describe_tensors(file: Path) -> dict[str, tuple[Any, Any]]:
 
 
 class NoteLinears(Callback):
-    """The losses of all steps, and whether the linears with an adapter multiply in FP8."""
+    """Whether the linears with an adapter multiply in FP8."""
 
     def on_start(self, run: Run) -> None:
-        self.losses: list[float] = []
         names = {type(module).__name__ for module in run.model.module.modules()}
         assert len({"LoraLinear", "LoraTrainingFloat8Linear"} & names) == 1
         self.are_fp8 = "LoraTrainingFloat8Linear" in names
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        self.losses.append(metrics["loss"])
 
 
 class NoteShapes(Callback):
