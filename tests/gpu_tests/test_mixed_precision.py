@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 from parity import relative
 from precision import (
@@ -37,7 +37,6 @@ from torchstone.config import load_config
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.models.master_weights import MasterWeights
 from torchstone.observe.metrics import read_metrics
-from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.training.run import Callback, Run
 from torchstone.training.step import compute_gradients, optimizer_step
 
@@ -74,9 +73,6 @@ def train_losses(folder: Path, precision: str, **execution: Any) -> list[float]:
 
 class TestMixedPrecisionDtypes:
     def test_fsdp2_mixed_precision_dtypes(self, folder: Path) -> None:
-        assert mixed_precision_policy("bf16") == MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
         activations: list[torch.dtype] = []
         gradients: dict[str, torch.dtype] = {}
         with open_runner(folder, CUDA, "bf16", {}) as runner:
