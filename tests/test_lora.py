@@ -22,7 +22,7 @@ from exact_runs import StopAt, assert_same_run
 from hooks import on
 from layouts import CPU
 from selection import the_rest
-from sides import MAX_NORM, WEIGHT_DECAY, collated
+from sides import MAX_NORM, WEIGHT_DECAY, make_batch
 from steps import train_step
 from tiny_families import make_model
 from torchstone import api
@@ -35,7 +35,6 @@ from torchstone.checkpoint.adapter_folder import (
 from torchstone.checkpoint.model_folder import decoder_shapes, load_model
 from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig
-from torchstone.data.loader import StepBatch
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
@@ -161,10 +160,8 @@ class LoraSide:
         self.gradients = {self._peft_name(name): p.grad.clone() for name, p in self.model.trained_parameters()}
 
     def step(self, micro_batches: parity.MicroBatches) -> parity.StepValues:
-        tensors = collated(micro_batches, packed=True)
-        count = sum(int((t.labels != -100).sum()) for t in tensors)
-        batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
-        result = train_step(Runner(self.model, CPU, True), self.optimizer, batch, 1, self.lr, MAX_NORM)
+        runner = Runner(self.model, CPU, True)
+        result = train_step(runner, self.optimizer, make_batch(micro_batches), 1, self.lr, MAX_NORM)
         return parity.StepValues(result.loss, result.grad_norm, self.gradients)
 
     def weights(self) -> dict[str, Tensor]:
