@@ -98,44 +98,45 @@ def young_garbage() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def sync_mode() -> Iterator[None]:
+    """A test may make it an error to wait for the GPU."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def reset_dynamo() -> None:
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
-def base_run(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, text_file: Path) -> Path:
-    """The checkpoint of a small model, to be tuned."""
-    root = tmp_path_factory.mktemp("base")
-    values = {
+def short_run(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, text_file: Path) -> dict[str, Any]:
+    """Overrides: two layers, short rows."""
+    return {
         "model.depth": 2, "model.width": 32, "model.heads": 4, "model.tokenizer": str(tokenizer_dir),
-        "data.path": str(text_file), "data.context_length": 32, "data.cache_dir": str(root / "datasets"),
-        "training.max_steps": 2, "training.global_batch_size": 4, "observe.console": "quiet", "system.device": "cpu",
-        "output_dir": str(root / "run"),
+        "data.path": str(text_file), "data.context_length": 32,
+        "data.cache_dir": str(tmp_path_factory.getbasetemp() / "datasets"), "training.global_batch_size": 4,
+        "observe.console": "quiet", "system.device": "cpu",
     }  # fmt: skip
-    checkpoint = api.train(overrides=values).checkpoint
+
+
+@pytest.fixture(scope="session")
+def base_run(tmp_path_factory: pytest.TempPathFactory, short_run: dict[str, Any]) -> Path:
+    """The checkpoint of a small model, to be tuned."""
+    changes = {"training.max_steps": 2, "output_dir": str(tmp_path_factory.mktemp("base") / "run")}
+    checkpoint = api.train(overrides=short_run | changes).checkpoint
     assert checkpoint is not None
     return checkpoint
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, tokenizer_dir: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., dict[str, Any]]:
-    """Overrides for a short run: two layers, short rows. `training__max_steps=2` sets training.max_steps."""
+def settings(tmp_path: Path, short_run: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Overrides for a short run. `training__max_steps=2` sets training.max_steps."""
+    own = {"training.max_steps": 6, "optim.learning_rate": 1e-3, "output_dir": str(tmp_path / "run")}
 
     def make(**changes: Any) -> dict[str, Any]:
-        base = {
-            "model.depth": 2,
-            "model.width": 32,
-            "model.heads": 4,
-            "model.tokenizer": str(tokenizer_dir),
-            "data.path": str(text_file),
-            "data.context_length": 32,
-            "data.cache_dir": str(tmp_path_factory.getbasetemp() / "datasets"),
-            "training.max_steps": 6,
-            "training.global_batch_size": 4,
-            "optim.learning_rate": 1e-3,
-            "observe.console": "quiet",
-            "system.device": "cpu",
-            "output_dir": str(tmp_path / "run"),
-        }
-        return base | {key.replace("__", "."): value for key, value in changes.items()}
+        return short_run | own | {key.replace("__", "."): value for key, value in changes.items()}
 
     return make
 

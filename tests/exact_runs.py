@@ -18,12 +18,12 @@ EXACT = (
 class StopAt(Callback):
     """Ends a run after a step, so that it can be resumed."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, reason: str = "test") -> None:
+        self.step, self.reason = step, reason
 
     def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
         if metrics["step"] == self.step:
-            run.stop("test")
+            run.stop(self.reason)
 
 
 def exact_metrics(run: str | Path) -> list[dict[str, Any]]:

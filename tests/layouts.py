@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import parity
-from sides import MAX_NORM, WEIGHT_DECAY, collated
+import sides
+from sides import MAX_NORM, WEIGHT_DECAY, batch_of_rank
 from steps import train_step
 from torchstone.checkpoint.model_folder import load_model, read_model_config
 from torchstone.checkpoint.save import save_model
@@ -35,7 +36,6 @@ from torchstone.checkpoint.shard_files import WEIGHTS, ShardedFiles, shard_files
 from torchstone.checkpoint.weight_files import WeightFiles, hf_tensors
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig, ParallelConfig
-from torchstone.data.loader import StepBatch
 from torchstone.models.decoder import Decoder, Fusion
 from torchstone.models.execution import ExecutionOptions
 from torchstone.optim.build import build_optimizer, state_of
@@ -75,14 +75,11 @@ class Case:
 
 
 def load_reference(folder: Path, optimizer: str = "adamw") -> parity.Reference:
-    from transformers import AutoModelForCausalLM
-
     # Not all attention kernels of Transformers implement soft caps.
     capped = json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping")
     kernel = {"attn_implementation": "eager"} if capped else {}
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **kernel)
-    build = parity.reference_adamw if optimizer == "adamw" else parity.ReferenceMuon
-    return parity.Reference(model, build(model, WEIGHT_DECAY, **_settings()), MAX_NORM)
+    make_optimizer = parity.reference_adamw if optimizer == "adamw" else parity.ReferenceMuon
+    return sides.load_reference(folder, make_optimizer=make_optimizer, **kernel)
 
 
 def write_reference(folder: Path, target: Path, seed: int = 0, optimizer: str = "adamw") -> Path:
@@ -111,10 +108,6 @@ def write_reference(folder: Path, target: Path, seed: int = 0, optimizer: str = 
     return target
 
 
-def _settings() -> dict[str, Any]:
-    return {key: value for key, value in parity.FREE_RUNNING.items() if key != "steps"}
-
-
 def _write(tensors: dict[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -126,7 +119,7 @@ class ShardedSide:
     def __init__(self, case: Case, reference: Path, ctx: ParallelContext) -> None:
         self.case, self.reference, self.ctx = case, reference, ctx
         record = json.loads((reference / "reference.json").read_text())
-        self.steps, self.results, self.settings = record["steps"], record["results"], _settings()
+        self.steps, self.results, self.settings = record["steps"], record["results"], parity.FREE_RUNNING
         parallel = ParallelConfig(**case.parallel)
         self.builder = ShardedModelBuilder(ctx, parallel, "fp32", CPU)
         loss = "full" if case.chunk_tokens is None else "chunked"
@@ -161,13 +154,7 @@ class ShardedSide:
         return result
 
     def step(self, number: int) -> StepResult:
-        """Data ranks take micro-batches in turn. All take the same number, so some are empty."""
-        dp = self.ctx.dims.dp
-        own = self.steps[number][self.ctx.dp_rank :: dp]
-        own += [[]] * (-(-len(self.steps[number]) // dp) - len(own))
-        count = sum(label != -100 for batch in self.steps[number] for _, labels in batch for label in labels[1:])
-        tensors = collated(own, self.case.packed, math.lcm(WIDTH, self.ctx.dims.tp))
-        batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
+        batch = batch_of_rank(self.steps[number], self.ctx, self.case.packed, math.lcm(WIDTH, self.ctx.dims.tp))
         return train_step(self.runner, self.optimizer, batch, 1, self.settings["lr"], MAX_NORM)
 
     def _locked_step(self, number: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,28 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         # torch's grouped matrix product has no fp64.
         model.set_experts_implementation("eager")
     return model.to(dtype)
+
+
+def load_transformers(folder: Path, attention: str = "eager", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Transformers' model. Its eager kernel is the only one that computes every family, soft caps included."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation=attention).eval()
+    reset_dynamic_rope(model)
+    return model
+
+
+def reset_dynamic_rope(model: nn.Module) -> None:
+    """Transformers' dynamic RoPE depends on the longest row it has seen; this makes every batch the first."""
+
+    def reset(module: nn.Module, _: Any) -> None:
+        # A hook of the module, so that it holds for copies of the model too.
+        module.max_seq_len_cached = module.original_max_seq_len
+        module.inv_freq = module.original_inv_freq
+
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) == "dynamic":
+        rotary.register_forward_pre_hook(reset)
 
 
 def reference_adamw(model: nn.Module, weight_decay: float, **settings: Any) -> torch.optim.AdamW:

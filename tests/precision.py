@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parity import distance
+from steps import step_batch, train_step
+from tiny_families import VOCABULARY
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.config.schema import OptimConfig, ParallelConfig
-from torchstone.data.collate import MicroBatch
+from torchstone.data.collate import LENGTH_MULTIPLE, BatchShapes, MicroBatch, collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.loader import StepBatch
 from torchstone.models.execution import ExecutionOptions
@@ -47,10 +49,15 @@ def random_sequences(rng: np.random.Generator, count: int, max_length: int, voca
     return sequences
 
 
-def step_batch(batches: Sequence[MicroBatch], all_batches: Sequence[MicroBatch] = ()) -> StepBatch:
-    """Micro-batches of a step that has `all_batches`, by default these alone."""
-    loss_tokens = sum(int((batch.labels != -100).sum()) for batch in all_batches or batches)
-    return StepBatch(list(batches), samples=0, tokens=0, loss_tokens=loss_tokens, padding=0, first_sample=0)
+def make_batches(seed: int, count: int, multiple: int = LENGTH_MULTIPLE) -> list[MicroBatch]:
+    """Micro-batches of one row with two sequences, for the models of `tiny_families`."""
+    sequences = random_sequences(np.random.default_rng(seed), 2 * count, 16, VOCABULARY)
+    return [collate([sequences[2 * n : 2 * n + 2]], 0, BatchShapes(multiple)) for n in range(count)]
+
+
+def rank_batch(runner: Runner, batches: Sequence[MicroBatch]) -> StepBatch:
+    """This rank's share of `batches`."""
+    return step_batch(batches[runner.ctx.dp_rank :: runner.ctx.dims.dp], batches)
 
 
 def single_process_runner(folder: Path, device: torch.device, precision: str, **execution: Any) -> Runner:
@@ -85,6 +92,12 @@ def make_optimizer(runner: Runner) -> torch.optim.Optimizer:
     model = runner.model
     copies = None if model.master_weights is None else model.master_weights.copies
     return build_optimizer(model.named_parameters(), optim, model.parameter_kinds(), copies=copies)
+
+
+def train_losses(runner: Runner, batches: Sequence[StepBatch]) -> list[float]:
+    """The losses of steps, each on one of `batches`."""
+    optimizer = make_optimizer(runner)
+    return [train_step(runner, optimizer, batch, n, LEARNING_RATE, 1.0).loss for n, batch in enumerate(batches, 1)]
 
 
 def full_gradients(runner: Runner, batch: StepBatch) -> Tensors:

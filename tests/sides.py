@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import parity
-from steps import train_step
+from steps import step_batch, train_step
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.weight_files import WeightFiles, hf_tensors
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
@@ -24,6 +25,7 @@ from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.build import fill_parameters
 from torchstone.parallel.local_shards import local_shards
+from torchstone.parallel.mesh import ParallelContext
 from torchstone.parallel.runner import Runner
 
 MAX_NORM = 0.5
@@ -54,15 +56,9 @@ class OurSide:
         self.gradients = self.to_hf({n: p.grad.clone() for n, p in self.model.module.named_parameters()})
 
     def step(self, micro_batches: parity.MicroBatches) -> parity.StepValues:
-        batch = self.batch(micro_batches)
         runner = Runner(self.model, torch.device("cpu"), self.packed)
-        result = train_step(runner, self.optimizer, batch, 1, self.lr, MAX_NORM)
+        result = train_step(runner, self.optimizer, make_batch(micro_batches, self.packed), 1, self.lr, MAX_NORM)
         return parity.StepValues(result.loss, result.grad_norm, self.gradients)
-
-    def batch(self, micro_batches: parity.MicroBatches) -> StepBatch:
-        tensors = collated(micro_batches, self.packed)
-        count = sum(int((t.labels != -100).sum()) for t in tensors)
-        return StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
 
     def to_hf(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors shaped like our parameters, by Hugging Face name and in its shapes."""
@@ -113,6 +109,34 @@ def collated(micro_batches: parity.MicroBatches, packed: bool, multiple: int = L
     ]
 
 
+def make_batch(micro_batches: parity.MicroBatches, packed: bool = True) -> StepBatch:
+    """A step on the protocol's micro-batches."""
+    return step_batch(collated(micro_batches, packed))
+
+
+def batch_of_rank(
+    micro_batches: parity.MicroBatches, ctx: ParallelContext, packed: bool = True, multiple: int = LENGTH_MULTIPLE
+) -> StepBatch:
+    """Data ranks take micro-batches in turn. All take the same number, so some are empty."""
+    own = micro_batches[ctx.dp_rank :: ctx.dims.dp]
+    own += [[]] * (-(-len(micro_batches) // ctx.dims.dp) - len(own))
+    return step_batch(collated(own, packed, multiple), collated(micro_batches, packed))
+
+
+def load_reference(
+    folder: Path,
+    settings: dict[str, Any] = parity.FREE_RUNNING,
+    make_optimizer: Callable[..., Any] = parity.reference_adamw,
+    **load_args: Any,
+) -> parity.Reference:
+    """Transformers' model, loaded with `load_args`, and an optimizer of torch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **load_args)
+    optim = {key: settings[key] for key in ("lr", "betas", "eps")}
+    return parity.Reference(model, make_optimizer(model, WEIGHT_DECAY, **optim), MAX_NORM)
+
+
 def both_sides(
     folder: Path,
     packed: bool,
@@ -121,9 +145,5 @@ def both_sides(
     **load_args: Any,
 ) -> tuple[parity.Reference, OurSide]:
     """The reference, loaded by Transformers with `load_args`, and our side."""
-    from transformers import AutoModelForCausalLM
-
     optim = {key: settings[key] for key in ("lr", "betas", "eps")}
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **load_args)
-    optimizer = parity.reference_adamw(model, WEIGHT_DECAY, **optim)
-    return parity.Reference(model, optimizer, MAX_NORM), OurSide(folder, packed, **optim, execution=execution)
+    return load_reference(folder, settings, **load_args), OurSide(folder, packed, **optim, execution=execution)

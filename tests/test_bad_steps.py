@@ -423,14 +423,12 @@ class TestSpikes:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, short_run: dict[str, Any]) -> Path:
     folder = tmp_path_factory.mktemp("dump")
-    values = {
-        "model.depth": 2, "model.width": 32, "model.heads": 4, "model.tokenizer": str(tokenizer_dir),
+    values = short_run | {
         "data.path": rows(folder / "12.jsonl", range(12)), "data.text_packing": "best-fit",
-        "data.context_length": 128, "data.cache_dir": str(folder / "cache"), "training.global_batch_size": 2,
-        "observe.console": "quiet", "system.device": "cpu", "output_dir": str(folder / "run"),
-        "training.max_steps": 3,
+        "data.context_length": 128, "training.global_batch_size": 2, "training.max_steps": 3,
+        "output_dir": str(folder / "run"),
     }  # fmt: skip
     with pytest.raises(NumericalError):
         api.train(None, values, callbacks=[Plant("weight", 2)])

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layouts import Case, check_layouts
+from loss_cases import full_loss, loss_and_gradients
 from parity import ZERO_LIMIT, distance, relative
 from precision import random_sequences
 from tiny_families import make_model
@@ -35,7 +35,6 @@ from torchstone.parallel.runner import Runner, micro_batch_loss
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, VOCABULARY = 44, 64, 97
-LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def make_inputs(ignored: float = 0.4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,23 +44,6 @@ def make_inputs(ignored: float = 0.4, dtype: torch.dtype = torch.float32) -> tup
     labels = torch.randint(VOCABULARY, (4, TOKENS // 4), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < ignored] = -100
     return hidden.to(dtype), weight.to(dtype), labels
-
-
-def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, divisor: float) -> Tensor:
-    logits = hidden @ weight.T
-    logits = logits if divisor == 1.0 else logits / divisor
-    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
-    if logits.dtype == torch.float64:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return token_loss_sum(logits, labels)
-
-
-def loss_and_gradients(loss_sum: LossSum, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = loss_sum(hidden, weight, labels)
-    assert loss.dtype in (torch.float32, hidden.dtype)
-    # Not a power of two: that would hide a rounding.
-    return [loss.detach(), *torch.autograd.grad(loss / 17, (hidden, weight))]
 
 
 class Largest(TorchDispatchMode):

@@ -10,25 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from caches import build_cache
 from tiny import read_rows, write_rows
 from torchstone import api
 from torchstone.config.load import from_dict, load_config, to_dict
-from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.cache import TokenCache, open_source
 from torchstone.data.formats import suggest_columns
 from torchstone.data.sources import BadRow
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import DataError, UsageError
-from torchstone.observe.console import Console
 
 MODEL = {"model.depth": 1, "model.tokenizer": "demo:tokenizer", "data.path": "a.jsonl"}
 MAPPING = {"prompt": "question", "completion": "answer"}
 QUESTIONS = [{"question": f"What is {n} + 1?", "answer": f" {n + 1}", "level": n} for n in range(4)]
-
-
-def build_cache(path: Path, tokenizer: Tokenizer, **columns: str) -> TokenCache:
-    source = open_source(str(path), columns=columns)
-    encoding = tokenizer.encoding_config(source.row_format, None, "", columns=source.columns)
-    return open_cache(source, encoding, CacheOptions(path.parent / "cache", num_processes=0), Console("quiet"))
 
 
 def sequences(cache: TokenCache) -> list[tuple[list[int], list[int]]]:
@@ -101,10 +95,10 @@ class TestRows:
             pq.write_table(pa.Table.from_pylist(QUESTIONS).append_column("when", times), path)
         rows = [{"prompt": row["question"], "completion": row["answer"]} for row in QUESTIONS]
         expected = build_cache(write_rows(tmp_path / "ours.jsonl", rows), tokenizer)
-        cache = build_cache(path, tokenizer, **MAPPING)
+        cache = build_cache(path, tokenizer, columns=MAPPING)
         assert cache.row_format == "prompt"
         assert sequences(cache) == sequences(expected)
-        other = build_cache(path, tokenizer, prompt="answer", completion="question")
+        other = build_cache(path, tokenizer, columns={"prompt": "answer", "completion": "question"})
         assert sequences(other) != sequences(cache)
 
     def test_paths_of_named_validation_sets_have_their_mappings_in_order(
@@ -146,7 +140,7 @@ class TestRows:
         path = write_rows(tmp_path / "a.jsonl", [{"messages": turns}])
         with pytest.raises(BadRow, match=r"message 0 has no role(.|\n)*--data.columns conversations=messages"):
             build_cache(path, tokenizer)
-        assert build_cache(path, tokenizer, conversations="messages").counts.trained_tokens > 0
+        assert build_cache(path, tokenizer, columns={"conversations": "messages"}).counts.trained_tokens > 0
 
     def test_optional_columns_may_be_missing_in_a_row(self, tmp_path: Path) -> None:
         rows = [{"q": "a", "a": "b", "sys": "c"}, {"q": "d", "a": "e"}]

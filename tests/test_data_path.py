@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from caches import build_cache
 from tiny import write_rows
 from torchstone.config import load_config
 from torchstone.config.schema import TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
-from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.collate import BatchShapes, collate
 from torchstone.data.encode import TokenSequence
 from torchstone.data.formats import IGNORE_INDEX
@@ -23,14 +23,6 @@ from torchstone.data.samples import StreamSamples
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import UsageError
 from torchstone.observe.console import Console
-
-
-def build_cache(
-    path: Path, tokenizer: Tokenizer, tmp_path: Path, max_length: int | None = 64, on_long_row: str = "drop"
-) -> TokenCache:
-    source = open_source(str(path))
-    encoding = tokenizer.encoding_config(source.row_format, max_length, on_long_row)
-    return open_cache(source, encoding, CacheOptions(tmp_path / "cache", num_processes=0), Console("quiet"))
 
 
 class TestTokenizer:
@@ -42,8 +34,8 @@ class TestTokenizer:
         hf(["some text", "some more text that is longer"], truncation=True, max_length=4, padding=True)
         hf.save_pretrained(tmp_path / "saved")
         assert '"max_length": 4' in (tmp_path / "saved/tokenizer.json").read_text()
-        saved = build_cache(text_file, load_tokenizer(tmp_path / "saved"), tmp_path / "a", max_length=None)
-        expected = build_cache(text_file, tokenizer, tmp_path / "b", max_length=None)
+        saved = build_cache(text_file, load_tokenizer(tmp_path / "saved"), cache_dir=tmp_path / "a")
+        expected = build_cache(text_file, tokenizer, cache_dir=tmp_path / "b")
         assert saved.ids.tolist() == expected.ids.tolist()
         assert saved.key == expected.key
 
@@ -55,19 +47,19 @@ class TestTokenizer:
         settings["model"]["vocab"]["<|huge|>"] = 4_000_000_000
         (tmp_path / "huge/tokenizer.json").write_text(json.dumps(settings))
         with pytest.raises(UsageError, match=r"the token '<\|huge\|>' has the id 4000000000, but ids must be below"):
-            build_cache(text_file, load_tokenizer(tmp_path / "huge"), tmp_path)
+            build_cache(text_file, load_tokenizer(tmp_path / "huge"), cache_dir=tmp_path)
 
     def test_large_vocabularies_keep_every_bit_of_an_id(self, tokenizer_dir: Path, tmp_path: Path) -> None:
         large = load_tokenizer(tokenizer_dir)
         large.size = 70_000
         path = write_rows(tmp_path / "large.jsonl", [{"input_ids": [3, 69_999]}])
-        assert build_cache(path, large, tmp_path).sequence(0).ids.tolist() == [3, 69_999]
+        assert build_cache(path, large).sequence(0).ids.tolist() == [3, 69_999]
 
     def test_text_gets_the_tokenizers_bos_once_and_eos(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         from tokenizers.processors import TemplateProcessing
 
         path = write_rows(tmp_path / "a.jsonl", [{"text": "Hello."}])
-        plain = build_cache(path, tokenizer, tmp_path, max_length=None).sequence(0).ids.tolist()
+        plain = build_cache(path, tokenizer).sequence(0).ids.tolist()
         assert plain == [*tokenizer.encode("Hello."), tokenizer.eos_id]
         tokenizer.save(tmp_path / "with-bos")
         hf = load_tokenizer(tmp_path / "with-bos").hf
@@ -75,7 +67,7 @@ class TestTokenizer:
         hf.backend_tokenizer.post_processor = TemplateProcessing(
             single="<|user|> $A", special_tokens=[("<|user|>", bos)]
         )
-        ids = build_cache(path, Tokenizer(hf, "with bos"), tmp_path, max_length=None).sequence(0).ids.tolist()
+        ids = build_cache(path, Tokenizer(hf, "with bos")).sequence(0).ids.tolist()
         assert ids == [bos, *plain]
 
     def test_an_answer_stops_at_eos_or_the_end_of_its_turn(self, tokenizer: Tokenizer) -> None:
@@ -87,9 +79,9 @@ class TestTokenizer:
         without_eos = Tokenizer(hf, "without eos")
         assert without_eos.pad_id == 0
         assert hf.convert_ids_to_tokens(without_eos.stop_ids) == ["<|end|>"]
-        assert len(build_cache(chat_file, without_eos, tmp_path)) == 30
+        assert len(build_cache(chat_file, without_eos, cache_dir=tmp_path)) == 30
         with pytest.raises(UsageError, match="without eos: the tokenizer has no eos_token"):
-            build_cache(write_rows(tmp_path / "t.jsonl", [{"text": "a"}]), without_eos, tmp_path)
+            build_cache(write_rows(tmp_path / "t.jsonl", [{"text": "a"}]), without_eos)
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
     def test_a_damaged_tokenizer_is_a_usage_error(self, tokenizer_dir: Path, tmp_path: Path, name: str) -> None:
@@ -102,23 +94,23 @@ class TestTokenizer:
 class TestCounts:
     def test_long_rows_are_counted_and_named(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "long.jsonl", [{"input_ids": list(range(n))} for n in (3, 50, 8, 9)])
-        dropped = build_cache(path, tokenizer, tmp_path, max_length=8)
+        dropped = build_cache(path, tokenizer, max_length=8)
         assert (len(dropped), dropped.counts.dropped_long) == (2, 2)
         assert dropped.counts.examples == [f"{path}:2 (50 tokens)", f"{path}:4 (9 tokens)"]
-        cut = build_cache(path, tokenizer, tmp_path, max_length=8, on_long_row="truncate")
+        cut = build_cache(path, tokenizer, max_length=8, on_long_row="truncate")
         assert (cut.lengths.tolist(), cut.counts.truncated_long) == ([3, 8, 8, 8], 2)
         assert cut.sequence(1).ids.tolist() == list(range(8))
 
     def test_a_row_without_a_trained_token_after_cutting_is_dropped(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         rows = [{"input_ids": [1, 2]}, {"input_ids": [1] * 9, "labels": [-100] * 8 + [1]}]
         path = write_rows(tmp_path / "masked.jsonl", rows)
-        counts = build_cache(path, tokenizer, tmp_path, max_length=8, on_long_row="truncate").counts
+        counts = build_cache(path, tokenizer, max_length=8, on_long_row="truncate").counts
         assert (counts.dropped_untrained, counts.truncated_long, counts.dropped) == (1, 0, 1)
 
     def test_a_stream_neither_loses_nor_repeats_a_token(
         self, tokenizer: Tokenizer, text_file: Path, tmp_path: Path
     ) -> None:
-        cache = build_cache(text_file, tokenizer, tmp_path, max_length=None)
+        cache = build_cache(text_file, tokenizer, cache_dir=tmp_path)
         samples = StreamSamples(cache, np.arange(len(cache)), 50)
         ids = [i for n in range(len(samples)) for sequence in samples.get(n) for i in sequence.ids.tolist()]
         assert ids == cache.ids.tolist()

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from hooks import on
 from tiny import flags
 from torchstone import api, triton_support
 from torchstone.config.load import load_config
@@ -393,14 +394,10 @@ class TestDelayedReading:
     def test_the_time_of_a_step_has_no_validation_in_it(
         self, is_delayed: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class SlowValidation(Callback):
-            def on_validation(self, run: Run, loss: float) -> None:
-                time.sleep(1.0)
-
         if is_delayed:
             monkeypatch.setattr(loop, "StepLog", DelayedLog)
         values = settings(training__max_steps=4, data__validation_split=0.2, training__validate_every_steps=2)
-        api.train(None, values, callbacks=[SlowValidation()])
+        api.train(None, values, callbacks=[on(validation=lambda run, loss: time.sleep(1.0))])
         lines = read_metrics(Path(values["output_dir"]) / "metrics.jsonl")
         assert len([line for line in lines if "val_loss" in line]) == 2
         assert max(line["step_s"] for line in lines) < 1.0
@@ -423,9 +420,8 @@ class TestDelayedReading:
         """The gradients may be finite: a label outside the vocabulary makes only the loss NaN."""
         weights = []
 
-        class Keep(Callback):
-            def on_step_begin(self, run: Run, number: int) -> None:
-                weights.append([p.detach().clone() for _, p in run.model.named_parameters()])
+        def keep_weights(run: Run, number: int) -> None:
+            weights.append([p.detach().clone() for _, p in run.model.named_parameters()])
 
         def without_loss(*args: Any) -> StepResult:
             result = compute_gradients(*args)
@@ -438,7 +434,7 @@ class TestDelayedReading:
         monkeypatch.setattr(loop, "compute_gradients", without_loss)
         # The numbers of step 2 are read when step 3 has been started.
         with pytest.raises(NumericalError, match="step 2: loss nan"):
-            api.train(None, settings(training__max_steps=4), callbacks=[Keep()])
+            api.train(None, settings(training__max_steps=4), callbacks=[on(step_begin=keep_weights)])
         _, before, after = weights
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 

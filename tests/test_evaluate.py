@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import torchstone as ts
-from tiny import make_scripted_llama, write_rows
+from tiny import chat_row, make_scripted_llama, write_rows
 from torchstone import api
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import OutOfMemoryError, UsageError
@@ -34,10 +34,6 @@ def evaluate(tmp_path: Path) -> Evaluate:
         return ts.evaluate(str(folder), str(data), *args, **(defaults | options))
 
     return run
-
-
-def chat_row(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 class TestBitsPerByte:

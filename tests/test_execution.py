@@ -26,11 +26,7 @@ LAYERS = (LayerSpec(), LayerSpec(window=5), LayerSpec(rope=None), LayerSpec())
 # Families that differ most from one another: soft caps and windows, layer norms and learned positions.
 VARIED = ("gemma2", "gpt2")
 Inputs = tuple[Tensor, Tensor, Tensor | None]
-
-
-@pytest.fixture(autouse=True)
-def reset_dynamo() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("reset_dynamo")
 
 
 def make_decoder(layers: tuple[LayerSpec, ...] = LAYERS) -> Decoder:

@@ -22,10 +22,10 @@ from torch import Tensor
 import parity
 import tiny_families
 from selection import the_rest
-from sides import MAX_NORM, WEIGHT_DECAY, collated
+from sides import MAX_NORM, WEIGHT_DECAY, load_reference, make_batch
 from steps import train_step
+from tiny import edit_config
 from torchstone.checkpoint.transformers_folder import load_fallback, save_fallback
-from torchstone.data.loader import StepBatch
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.attention import build_attn_mask
 from torchstone.models.fallback import module as fallback_module
@@ -172,11 +172,6 @@ def random_ids(*shape: int) -> Tensor:
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(3))
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 class OurSide:
     """The package's step over a `FallbackModule`; a micro-batch is packed into one row or padded."""
 
@@ -193,11 +188,8 @@ class OurSide:
         self.gradients = {name: p.grad.clone() for name, p in self.module.hf.named_parameters()}
 
     def step(self, micro_batches: parity.MicroBatches) -> parity.StepValues:
-        tensors = collated(micro_batches, self.packed)
-        count = sum(int((t.labels != -100).sum()) for t in tensors)
-        batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
         runner = Runner(FallbackModel(self.module, {}), CPU, self.packed)
-        result = train_step(runner, self.optimizer, batch, 1, self.lr, MAX_NORM)
+        result = train_step(runner, self.optimizer, make_batch(micro_batches, self.packed), 1, self.lr, MAX_NORM)
         return parity.StepValues(result.loss, result.grad_norm, self.gradients)
 
     def lock(self, reference: parity.Reference) -> None:
@@ -210,15 +202,10 @@ class OurSide:
 
 
 def both_sides(folder: Path, packed: bool) -> tuple[parity.Reference, OurSide]:
-    from transformers import AutoModelForCausalLM
-
-    optim = {key: parity.FREE_RUNNING[key] for key in ("lr", "betas", "eps")}
-    ours = OurSide(folder, packed, **optim)
+    ours = OurSide(folder, packed, **{key: parity.FREE_RUNNING[key] for key in ("lr", "betas", "eps")})
     # By default, Transformers 5.17 computes a model with a soft cap by sdpa, without the cap.
     attention = ours.module.hf.config._attn_implementation
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation=attention)
-    reference = parity.Reference(model, parity.reference_adamw(model, WEIGHT_DECAY, **optim), MAX_NORM)
-    return reference, ours
+    return load_reference(folder, attn_implementation=attention), ours
 
 
 def with_the_rest(cases: list[Any], by_default: list[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import parity
 from selection import the_rest
-from sides import MAX_NORM, WEIGHT_DECAY, collated
+from sides import MAX_NORM, WEIGHT_DECAY, batch_of_rank, load_reference
 from steps import train_step
 from tiny import write_rows
 from tiny_families import SIZES, make_model
@@ -29,7 +29,6 @@ from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_checkpoint
 from torchstone.config import load_config
 from torchstone.config.schema import OptimConfig, ParallelConfig
-from torchstone.data.loader import StepBatch
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.demo.corpus import corpus_rows
 from torchstone.errors import UsageError
@@ -89,21 +88,8 @@ def make_optimizer(model: Model) -> torch.optim.Optimizer:
 
 
 def train_on(runner: Runner, optimizer: torch.optim.Optimizer, batches: parity.MicroBatches) -> StepResult:
-    """Data ranks take micro-batches in turn. All take the same number, so some are empty."""
-    dp = runner.ctx.dims.dp
-    own = batches[runner.ctx.dp_rank :: dp]
-    own += [[]] * (-(-len(batches) // dp) - len(own))
-    count = sum(label != -100 for batch in batches for _, labels in batch for label in labels[1:])
-    tensors = collated(own, runner.packed)
-    batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
+    batch = batch_of_rank(batches, runner.ctx, runner.packed)
     return train_step(runner, optimizer, batch, 1, SETTINGS["lr"], MAX_NORM)
-
-
-def load_reference(folder: str) -> parity.Reference:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return parity.Reference(model, parity.reference_adamw(model, WEIGHT_DECAY, **SETTINGS), MAX_NORM)
 
 
 class FallbackSide:
@@ -153,7 +139,7 @@ def hf_name(name: str) -> str:
 
 def check_cases(cases: list[Case]) -> None:
     for case in cases:
-        reference = load_reference(case.folder)
+        reference = load_reference(Path(case.folder))
         steps = parity.random_batches(parity.FREE_RUNNING["steps"], reference.model.config.vocab_size, seed=0)
         with init_distributed(ParallelConfig(**case.parallel), CPU, mesh_of_one=True) as ctx:
             side = FallbackSide(case, ctx)

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from exact_runs import exact_metrics
+from parity import load_transformers
 from selection import the_rest
 from tiny import flags, write_rows
 from tiny_families import SHAPES, make_model
@@ -94,13 +95,6 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in exact_metrics(run)]
 
 
-def load_reference(folder: Path) -> nn.Module:
-    """Transformers' model. Its eager kernel is the only one that computes every family, soft caps included."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32).eval()
-
-
 def random_ids(rows: int, length: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
 
@@ -124,7 +118,7 @@ class TestEveryFamily:
         exported, before = load_file(tmp_path / "out" / WEIGHTS), load_file(runs.folder(family) / WEIGHTS)
         assert before.keys() == exported.keys()
         assert not [name for name in before if torch.equal(before[name], exported[name])], "a weight was not trained"
-        reference = load_reference(tmp_path / "out")
+        reference = load_transformers(tmp_path / "out")
         state = reference.state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in exported.items())
         ids = random_ids(2, 40)
@@ -141,13 +135,13 @@ class TestEveryFamily:
         assert (tmp_path / "out" / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
 
         bf16 = tmp_path / "bf16"
-        load_reference(folder).to(torch.bfloat16).save_pretrained(bf16)
+        load_transformers(folder).to(torch.bfloat16).save_pretrained(bf16)
         runs.tokenizer.save(bf16)
         assert api.export(str(bf16), tmp_path / "out-bf16")["dtype"] == "bfloat16"
         assert (tmp_path / "out-bf16" / WEIGHTS).read_bytes() == (bf16 / WEIGHTS).read_bytes()
 
         sharded = tmp_path / "sharded"
-        load_reference(folder).save_pretrained(sharded, max_shard_size="40KB")
+        load_transformers(folder).save_pretrained(sharded, max_shard_size="40KB")
         runs.tokenizer.save(sharded)
         assert not (sharded / WEIGHTS).exists()
         api.export(str(sharded), tmp_path / "out-sharded")
@@ -163,7 +157,7 @@ class TestEveryFamily:
         result = api.evaluate(
             str(runs.folder(family)), str(data), context_length=48, device="cpu", cache_dir=str(tmp_path), quiet=True
         )
-        reference, total, count = load_reference(runs.folder(family)), 0.0, 0
+        reference, total, count = load_transformers(runs.folder(family)), 0.0, 0
         for ids, row_labels in zip(rows, labels, strict=True):
             with torch.no_grad():
                 logits = reference(torch.tensor([ids])).logits[0, :-1]
@@ -176,7 +170,7 @@ class TestEveryFamily:
     def test_greedy_generation_equals_transformers(self, runs: Runs, family: str) -> None:
         """One batch of prompts of different lengths, shorter and longer than the windows, continued beyond them."""
         prompts = [random_ids(1, 20)[0, -length:].tolist() for length in (3, 1, 20, 9)]
-        reference = load_reference(runs.folder(family))
+        reference = load_transformers(runs.folder(family))
         expected = [greedy(reference, prompt, 24) for prompt in prompts]
         assert [len(row) for row in expected] == [24] * 4
         assert load_model(runs.folder(family), CPU).generate(prompts, 24) == expected
@@ -184,7 +178,7 @@ class TestEveryFamily:
     def test_a_chat_equals_transformers(self, runs: Runs, family: str) -> None:
         run, question, tokenizer = runs.run(family, "plain"), "What is 2 + 2?", runs.tokenizer
         prompt = tokenizer.encode(tokenizer.template.render_prompt([{"role": "user", "content": question}]))
-        tokens = greedy(load_reference(checkpoint(run, 6)), prompt, 12, tokenizer.stop_ids)
+        tokens = greedy(load_transformers(checkpoint(run, 6)), prompt, 12, tokenizer.stop_ids)
         end = next((index for index, token in enumerate(tokens) if token in tokenizer.stop_ids), len(tokens))
         assert api.Chat(str(run), max_new_tokens=12, device="cpu").ask(question) == tokenizer.decode(tokens[:end])
 
@@ -278,7 +272,7 @@ def test_generation_beyond_the_original_length_of_longrope_equals_transformers(
 ) -> None:
     """Beyond twelve tokens every key has another angle, so cached keys cannot be used."""
     folder = make_model(tmp_path, "phi3", "longrope", max_position_embeddings=64)
-    reference = load_reference(folder)
+    reference = load_transformers(folder)
     tokens = load_model(folder, CPU).generate(prompts, max_new_tokens=20)
     for prompt, row in zip(prompts, tokens, strict=True):
         text = list(prompt)

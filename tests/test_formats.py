@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import torchstone
+from caches import cache_rows
 from tiny import write_rows
 from torchstone.data import formats, render_limits
-from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.cache import TokenCache
 from torchstone.data.formats import IGNORE_INDEX, check_train_on
 from torchstone.data.template import TEMPLATES, ChatTemplate, load_template
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
-from torchstone.observe.console import Console
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -33,16 +33,6 @@ TURNS = [
 ]
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
 OLD_CALL = "{% if m.function_call %}CALL {{ m.function_call.name }}{% endif %}"
-
-
-def build_cache(
-    rows: list[dict], tokenizer: Tokenizer, folder: Path, train_on: str = "assistant", max_length: int | None = None,
-    row_format: str = "auto", on_long_row: str = "drop",
-) -> TokenCache:  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    source = open_source(str(write_rows(folder / "rows.jsonl", rows)), row_format)
-    encoding = tokenizer.encoding_config(source.row_format, max_length, on_long_row, train_on)
-    return open_cache(source, encoding, CacheOptions(folder / "cache", num_processes=0), Console("quiet"))
 
 
 def marked_text(cache: TokenCache, tokenizer: Tokenizer, index: int = 0) -> str:
@@ -78,15 +68,15 @@ class TestFormats:
         ids=["messages", "system-column", "parts", "sharegpt", "sharegpt-roles", "alpaca"],
     )  # fmt: skip
     def test_conversations(self, tokenizer: Tokenizer, tmp_path: Path, row_format: str, row: dict) -> None:
-        cache = build_cache([row], tokenizer, tmp_path)
+        cache = cache_rows([row], tokenizer, tmp_path)
         assert cache.row_format == row_format
         assert marked_text(cache, tokenizer) == self.EXPECTED
         assert cache.ids.tolist() == tokenizer.hf.apply_chat_template(TURNS, tokenize=True).input_ids
-        explicit = build_cache([row], tokenizer, tmp_path / "explicit", row_format=row_format)
+        explicit = cache_rows([row], tokenizer, tmp_path / "explicit", row_format=row_format)
         assert marked_text(explicit, tokenizer) == self.EXPECTED
 
     def test_an_alpaca_input_follows_its_instruction(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        cache = build_cache([{"instruction": "Sum", "input": "1 2", "output": "3"}], tokenizer, tmp_path)
+        cache = cache_rows([{"instruction": "Sum", "input": "1 2", "output": "3"}], tokenizer, tmp_path)
         assert marked_text(cache, tokenizer) == "<|user|>Sum\n\n1 2<|end|><|assistant|>⟦3<|end|>⟧"
 
     @pytest.mark.parametrize(
@@ -96,17 +86,17 @@ class TestFormats:
         self, tokenizer: Tokenizer, tmp_path: Path, prompt: str, completion: str, straddling: int
     ) -> None:
         """With a token that spans prompt and completion, which is counted."""
-        cache = build_cache([{"prompt": prompt, "completion": completion}], tokenizer, tmp_path)
+        cache = cache_rows([{"prompt": prompt, "completion": completion}], tokenizer, tmp_path)
         assert marked_text(cache, tokenizer) == "One two⟦ three<|endoftext|>⟧"
         assert cache.counts.straddling_tokens == straddling
 
     def test_a_completion_of_messages_is_trained(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        cache = build_cache([{"prompt": TURNS[:4], "completion": TURNS[4:]}], tokenizer, tmp_path)
+        cache = cache_rows([{"prompt": TURNS[:4], "completion": TURNS[4:]}], tokenizer, tmp_path)
         assert marked_text(cache, tokenizer) == self.EXPECTED.replace("⟦Hi<|end|>⟧", "Hi<|end|>")
 
     @pytest.mark.parametrize("key", ["text", "document"])
     def test_a_text_is_trained_as_a_whole(self, tokenizer: Tokenizer, tmp_path: Path, key: str) -> None:
-        cache = build_cache([{key: "A b c."}], tokenizer, tmp_path)
+        cache = cache_rows([{key: "A b c."}], tokenizer, tmp_path)
         first, rest = tokenizer.hf.decode([cache.ids[0]]), tokenizer.hf.decode(cache.ids[1:])
         assert marked_text(cache, tokenizer) == f"{first}⟦{rest}⟧"
         assert rest.endswith("<|endoftext|>")
@@ -128,7 +118,7 @@ class TestFormats:
         tools = [{"type": "function", "function": {"name": "now"}}]
         expected = f'T:{json.dumps(tools)};[user]Time?;[assistant]⟦now({{"z": 1}});⟧[tool]12;[assistant]⟦Noon;⟧'
         for number, value in enumerate((tools, json.dumps(tools))):
-            cache = build_cache([{"messages": messages, "tools": value}], with_tools, tmp_path / str(number))
+            cache = cache_rows([{"messages": messages, "tools": value}], with_tools, tmp_path / str(number))
             assert marked_text(cache, with_tools) == expected
             ids = with_tools.hf.apply_chat_template(messages, tools=tools, tokenize=True).input_ids
             assert cache.ids.tolist() == ids
@@ -151,9 +141,9 @@ class TestFormats:
         }
         for name, row in rows.items():
             with pytest.raises(DataError, match=f"the chat template drops the {name} of this row"):
-                build_cache([row], chosen, tmp_path / name)
+                cache_rows([row], chosen, tmp_path / name)
         empty = {"messages": [TURNS[1], TURNS[2] | {"reasoning_content": None, "tool_calls": []}], "tools": []}
-        assert marked_text(build_cache([empty], tokenizer, tmp_path / "empty"), tokenizer) == (
+        assert marked_text(cache_rows([empty], tokenizer, tmp_path / "empty"), tokenizer) == (
             "<|user|>Hello.<|end|><|assistant|>⟦Hi<|end|>⟧"
         )
 
@@ -164,7 +154,7 @@ class TestFormats:
         )
         (tmp_path / "t.jinja").write_text(source)
         chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
-        cache = build_cache([{"messages": TURNS}], chosen, tmp_path / "cache")
+        cache = cache_rows([{"messages": TURNS}], chosen, tmp_path / "cache")
         assert cache.counts.bad_rows == 0
 
     @pytest.mark.parametrize(
@@ -194,8 +184,8 @@ class TestFormats:
         """The template of the demo writes any name."""
         row = {"messages": [{"role": "critic", "content": "Bad."}, TURNS[2]]}
         text = "<|critic|>Bad.<|end|><|assistant|>⟦Hi<|end|>⟧"
-        assert marked_text(build_cache([row], tokenizer, tmp_path / "a"), tokenizer) == text
-        trained = build_cache([row], tokenizer, tmp_path / "b", "critic,assistant")
+        assert marked_text(cache_rows([row], tokenizer, tmp_path / "a"), tokenizer) == text
+        trained = cache_rows([row], tokenizer, tmp_path / "b", "critic,assistant")
         assert marked_text(trained, tokenizer) == text.replace("Bad.<|end|>", "⟦Bad.<|end|>⟧")
 
     def test_chatml_renders_tools_and_calls(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -208,7 +198,7 @@ class TestFormats:
             {"role": "assistant", "content": "Noon"},
         ]  # fmt: skip
         tools = [{"type": "function", "function": {"name": "now"}}, {"name": "bare"}]
-        text = marked_text(build_cache([{"messages": messages, "tools": tools}], chatml, tmp_path), chatml)
+        text = marked_text(cache_rows([{"messages": messages, "tools": tools}], chatml, tmp_path), chatml)
         assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call")
         assert '\n{"type": "function", "function": {"name": "now"}}\n{"name": "bare"}\n</tools>' in text
         assert (
@@ -226,17 +216,17 @@ class TestFormats:
             return {"messages": [TURNS[1], {"role": "assistant", "content": None, "tool_calls": [call]}]}
 
         rows = [row('{"x": [1, "y"]}'), row({"x": [1, "y"]}), row(""), row("{}")]
-        texts = [marked_text(build_cache([r], chatml, tmp_path / str(n)), chatml) for n, r in enumerate(rows)]
+        texts = [marked_text(cache_rows([r], chatml, tmp_path / str(n)), chatml) for n, r in enumerate(rows)]
         assert '⟦<tool_call>\n{"name": "f", "arguments": {"x": [1, "y"]}}\n</tool_call><|im_end|>\n⟧' in texts[0]
         assert texts[0] == texts[1]
         assert '"arguments": {}}' in texts[2]
         assert texts[2] == texts[3]
         call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": [1, "y"]}'}}
-        cache = build_cache([{"messages": [TURNS[1], call]}], chatml, tmp_path / "old")
+        cache = cache_rows([{"messages": [TURNS[1], call]}], chatml, tmp_path / "old")
         assert marked_text(cache, chatml) == texts[0]
         for number, (value, reason) in enumerate([("{x", "is a string that is not JSON"), ("[1]", "not an object")]):
             with pytest.raises(DataError, match=f"rows.jsonl:1: message 1: the arguments of a call.*{reason}"):
-                build_cache([row(value)], chatml, tmp_path / f"bad-{number}")
+                cache_rows([row(value)], chatml, tmp_path / f"bad-{number}")
 
     @pytest.mark.parametrize(
         "calls",
@@ -252,7 +242,7 @@ class TestFormats:
         (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}" + calls + ";{% endfor %}")
         chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
         call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
-        cache = build_cache([{"messages": [TURNS[1], call]}], chosen, tmp_path)
+        cache = cache_rows([{"messages": [TURNS[1], call]}], chosen, tmp_path)
         assert marked_text(cache, chosen) == "Hello.;⟦CALL f;⟧"
 
     def test_a_template_that_concatenates_arguments_gets_their_text(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -264,18 +254,18 @@ class TestFormats:
         chosen = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
         call = {"function": {"name": "f", "arguments": '{"x":  1.10}'}}
         turns = [TURNS[1], {"role": "assistant", "tool_calls": [call]}, *TURNS[3:]]
-        assert marked_text(build_cache([{"messages": turns}], chosen, tmp_path), chosen) == (
+        assert marked_text(cache_rows([{"messages": turns}], chosen, tmp_path), chosen) == (
             'Hello.;⟦f {"x":  1.10};⟧And now?;⟦Bye;⟧'
         )
         call["function"]["arguments"] = {"x": 1}  # type: ignore[assignment]
         with pytest.raises(DataError, match=r'refuses this conversation: can only concatenate str \(not "dict"\)'):
-            build_cache([{"messages": turns}], chosen, tmp_path / "b")
+            cache_rows([{"messages": turns}], chosen, tmp_path / "b")
 
     @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
     def test_chatml_renders_reasoning(self, tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
         turns = [TURNS[1], TURNS[2] | {name: "Greet."}, TURNS[3], TURNS[4]]
-        assert marked_text(build_cache([{"messages": turns}], chatml, tmp_path), chatml) == (
+        assert marked_text(cache_rows([{"messages": turns}], chatml, tmp_path), chatml) == (
             "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n⟦<think>\nGreet.\n</think>\n\nHi<|im_end|>\n⟧"
             "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n⟦Bye<|im_end|>\n⟧"
         )
@@ -287,14 +277,14 @@ class TestFormats:
         chatml = load_tokenizer(Path(tokenizer.path), "chatml")
         turns = [("human", "Hello."), ("function_call", value), ("observation", "12"), ("gpt", "Noon")]
         row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
-        assert marked_text(build_cache([row], chatml, tmp_path / "a"), chatml) == (
+        assert marked_text(cache_rows([row], chatml, tmp_path / "a"), chatml) == (
             "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n⟦<tool_call>\n"
             '{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n⟧<|im_start|>tool\n12<|im_end|>\n'
             "<|im_start|>assistant\n⟦Noon<|im_end|>\n⟧"
         )
         row["conversations"][1]["value"] = "f(1)"
         with pytest.raises(DataError, match="rows.jsonl:1: turn 1 is a string that is not JSON"):
-            build_cache([row], chatml, tmp_path / "b")
+            cache_rows([row], chatml, tmp_path / "b")
 
     @pytest.mark.parametrize(
         ("row", "reason"),
@@ -358,12 +348,12 @@ class TestFormats:
         self, tokenizer: Tokenizer, tmp_path: Path, row: dict, reason: str
     ) -> None:
         with pytest.raises(DataError, match=f"rows.jsonl:1: .*{reason}") as caught:
-            build_cache([row], tokenizer, tmp_path)
+            cache_rows([row], tokenizer, tmp_path)
         assert "the row starts with {" in str(caught.value)
 
     def test_the_value_of_a_sharegpt_turn_is_its_content(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "yo", "content": "no"}]
-        cache = build_cache([{"conversations": turns}], tokenizer, tmp_path)
+        cache = cache_rows([{"conversations": turns}], tokenizer, tmp_path)
         assert marked_text(cache, tokenizer) == "<|user|>a<|end|><|assistant|>⟦yo<|end|>⟧"
 
     @pytest.mark.parametrize("row", [{"x" * 10**6: 1}, {"messages": [{"role": "tool" * 10**6, "content": "a"}]}])
@@ -371,7 +361,7 @@ class TestFormats:
         self, tokenizer: Tokenizer, tmp_path: Path, row: dict
     ) -> None:
         with pytest.raises(DataError) as caught:
-            build_cache([row], tokenizer, tmp_path)
+            cache_rows([row], tokenizer, tmp_path)
         assert len(str(caught.value)) < 4000
 
     @pytest.mark.parametrize("row", [{"text": "abc " * 300}, {"prompt": "abc " * 300, "completion": "a"}])
@@ -380,17 +370,17 @@ class TestFormats:
     ) -> None:
         monkeypatch.setattr(formats, "MAX_TEXT", 1000)
         with pytest.raises(DataError, match="rows.jsonl:1: a text of more than"):
-            build_cache([row], tokenizer, tmp_path)
+            cache_rows([row], tokenizer, tmp_path)
 
     def test_an_explicit_format_is_not_detected(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         row = {"messages": TURNS, "text": "plain"}
-        assert build_cache([row], tokenizer, tmp_path / "a", row_format="text").counts.trained_tokens > 0
+        assert cache_rows([row], tokenizer, tmp_path / "a", row_format="text").counts.trained_tokens > 0
         with pytest.raises(DataError, match="is 'alpaca', but this row has no instruction and no output"):
-            build_cache([row], tokenizer, tmp_path / "b", row_format="alpaca")
+            cache_rows([row], tokenizer, tmp_path / "b", row_format="alpaca")
 
     def test_all_rows_of_a_source_have_one_format(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="rows.jsonl:2: the format of this data is 'text'"):
-            build_cache([{"text": "a"}, {"messages": TURNS}], tokenizer, tmp_path)
+            cache_rows([{"text": "a"}, {"messages": TURNS}], tokenizer, tmp_path)
 
 
 class TestMasks:
@@ -401,7 +391,7 @@ class TestMasks:
     def test_train_on_selects_messages(
         self, tokenizer: Tokenizer, tmp_path: Path, train_on: str, trained: list[int]
     ) -> None:
-        cache = build_cache([{"messages": TURNS}], tokenizer, tmp_path, train_on)
+        cache = cache_rows([{"messages": TURNS}], tokenizer, tmp_path, train_on)
         expected = ""
         for index, turn in enumerate(TURNS):
             content = f"{turn['content']}<|end|>"
@@ -410,23 +400,23 @@ class TestMasks:
 
     def test_train_on_all_trains_everything_that_is_predicted(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         text = "".join(f"<|{turn['role']}|>{turn['content']}<|end|>" for turn in TURNS)
-        cache = build_cache([{"messages": TURNS}], tokenizer, tmp_path, "all")
+        cache = cache_rows([{"messages": TURNS}], tokenizer, tmp_path, "all")
         assert marked_text(cache, tokenizer) == text.replace("<|system|>", "<|system|>⟦") + "⟧"
 
     def test_train_on_flag_follows_the_flags_of_messages(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         turns = [dict(turn) for turn in TURNS]
         turns[1]["train"] = True
         turns[2]["weight"] = 0
-        cache = build_cache([{"messages": turns}], tokenizer, tmp_path / "a", "flag")
+        cache = cache_rows([{"messages": turns}], tokenizer, tmp_path / "a", "flag")
         assert marked_text(cache, tokenizer) == (
             "<|system|>Be brief.<|end|><|user|>⟦Hello.<|end|>⟧<|assistant|>Hi<|end|><|user|>And now?<|end|>"
             "<|assistant|>⟦Bye<|end|>⟧"
         )
         turns[2]["weight"] = 0.5
         with pytest.raises(DataError, match="message 2: weight must be 0 or 1"):
-            build_cache([{"messages": turns}], tokenizer, tmp_path / "b", "flag")
+            cache_rows([{"messages": turns}], tokenizer, tmp_path / "b", "flag")
         with pytest.raises(DataError, match="no message is flagged"):
-            build_cache([{"messages": [TURNS[1], TURNS[2] | {"train": False}]}], tokenizer, tmp_path / "c", "flag")
+            cache_rows([{"messages": [TURNS[1], TURNS[2] | {"train": False}]}], tokenizer, tmp_path / "c", "flag")
 
     @pytest.mark.parametrize(
         ("train_on", "weights", "expected"),
@@ -446,14 +436,14 @@ class TestMasks:
             expected = expected.replace(short, text)
         expected = expected.replace("S", "<|system|>Be brief.<|end|>")
         expected = expected.replace("U", "<|user|>Hello.<|end|>", 1).replace("U", "<|user|>And now?<|end|>", 1)
-        assert marked_text(build_cache([{"messages": turns}], tokenizer, tmp_path, train_on), tokenizer) == expected
+        assert marked_text(cache_rows([{"messages": turns}], tokenizer, tmp_path, train_on), tokenizer) == expected
 
     @pytest.mark.parametrize("weight", [0.5, 2, -1, "1", [1]])
     def test_any_other_weight_is_an_error(self, tokenizer: Tokenizer, tmp_path: Path, weight: Any) -> None:
         row = {"messages": [TURNS[1], TURNS[2] | {"weight": weight}]}
         for train_on in ("assistant", "all"):
             with pytest.raises(DataError, match="rows.jsonl:1: message 1: weight must be 0 or 1"):
-                build_cache([row], tokenizer, tmp_path / train_on, train_on)
+                cache_rows([row], tokenizer, tmp_path / train_on, train_on)
 
     def test_a_weight_of_zero_masks_a_message_where_everything_is_trained(
         self, tokenizer: Tokenizer, tmp_path: Path
@@ -463,11 +453,11 @@ class TestMasks:
             "<|system|>⟦Be brief.<|end|><|user|>Hello.<|end|>⟧<|assistant|>Hi<|end|>⟦<|user|>And now?<|end|>"
             "<|assistant|>Bye<|end|>⟧"
         )
-        assert marked_text(build_cache([{"messages": turns}], tokenizer, tmp_path / "a", "all"), tokenizer) == expected
-        unmasked = build_cache([{"messages": turns, "unmask": True}], tokenizer, tmp_path / "b")
+        assert marked_text(cache_rows([{"messages": turns}], tokenizer, tmp_path / "a", "all"), tokenizer) == expected
+        unmasked = cache_rows([{"messages": turns, "unmask": True}], tokenizer, tmp_path / "b")
         assert marked_text(unmasked, tokenizer) == expected.replace("⟦Be brief.<|end|>", "Be brief.<|end|>⟦")
         with pytest.raises(DataError, match="no message is flagged for training"):
-            build_cache([{"messages": turns[:3]}], tokenizer, tmp_path / "c")
+            cache_rows([{"messages": turns[:3]}], tokenizer, tmp_path / "c")
 
     def test_unmask_trains_everything_but_the_system_message(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         rows = [
@@ -475,7 +465,7 @@ class TestMasks:
             {"messages": TURNS, "unmask": False},
             {"messages": TURNS[1:3], "unmask": True},
         ]
-        cache = build_cache(rows, tokenizer, tmp_path)
+        cache = cache_rows(rows, tokenizer, tmp_path)
         assert marked_text(cache, tokenizer, 0) == (
             "<|system|>Be brief.<|end|>⟦<|user|>Hello.<|end|><|assistant|>Hi<|end|><|user|>And now?<|end|>"
             "<|assistant|>Bye<|end|>⟧"
@@ -495,21 +485,21 @@ class TestMasks:
         first, rest = tokenizer.hf.decode(tokenizer.encode("One two")[:1]), "One two three<|endoftext|>"
         whole = f"{first}⟦{rest.removeprefix(first)}⟧"
         # An eos at the end of the completion is not added again.
-        assert marked_text(build_cache([row], tokenizer, tmp_path / "a"), tokenizer) == "One two⟦ three<|endoftext|>⟧"
-        assert marked_text(build_cache([row], tokenizer, tmp_path / "b", "all"), tokenizer) == whole
-        assert marked_text(build_cache([row | {"unmask": True}], tokenizer, tmp_path / "c"), tokenizer) == whole
+        assert marked_text(cache_rows([row], tokenizer, tmp_path / "a"), tokenizer) == "One two⟦ three<|endoftext|>⟧"
+        assert marked_text(cache_rows([row], tokenizer, tmp_path / "b", "all"), tokenizer) == whole
+        assert marked_text(cache_rows([row | {"unmask": True}], tokenizer, tmp_path / "c"), tokenizer) == whole
         lists = {"prompt": TURNS[:4], "completion": TURNS[4:], "unmask": True}
-        assert marked_text(build_cache([lists], tokenizer, tmp_path / "d"), tokenizer).count("⟦<|user|>Hello.") == 1
+        assert marked_text(cache_rows([lists], tokenizer, tmp_path / "d"), tokenizer).count("⟦<|user|>Hello.") == 1
 
     def test_a_long_conversation_is_dropped_truncated_or_split(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        whole = build_cache([{"messages": TURNS}], tokenizer, tmp_path / "whole")
+        whole = cache_rows([{"messages": TURNS}], tokenizer, tmp_path / "whole")
         size, rows = int(whole.lengths[0]), [{"messages": TURNS}, {"messages": TURNS[1:3]}]
-        dropped = build_cache(rows, tokenizer, tmp_path / "drop", max_length=size - 2)
+        dropped = cache_rows(rows, tokenizer, tmp_path / "drop", max_length=size - 2)
         assert (len(dropped), dropped.counts.dropped_long, dropped.counts.split_long) == (1, 1, 0)
-        truncated = build_cache(rows, tokenizer, tmp_path / "truncate", max_length=size - 2, on_long_row="truncate")
+        truncated = cache_rows(rows, tokenizer, tmp_path / "truncate", max_length=size - 2, on_long_row="truncate")
         assert truncated.sequence(0).ids.tolist() == whole.ids[: size - 2].tolist()
         assert (truncated.counts.truncated_long, truncated.counts.cropped_tokens) == (1, 2)
-        split = build_cache(rows, tokenizer, tmp_path / "split", max_length=10, on_long_row="split")
+        split = cache_rows(rows, tokenizer, tmp_path / "split", max_length=10, on_long_row="split")
         pieces = [split.sequence(n) for n in range(len(split)) if split.origin(n).endswith(":1")]
         assert split.counts.split_long == 1
         assert sum(len(piece.ids) for piece in pieces) + split.counts.cropped_tokens == size
@@ -520,8 +510,8 @@ class TestMasks:
 
     def test_a_split_text_loses_nothing(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         rows = [{"text": "some words " * 30}]
-        whole = build_cache(rows, tokenizer, tmp_path / "a")
-        split = build_cache(rows, tokenizer, tmp_path / "b", max_length=16, on_long_row="split")
+        whole = cache_rows(rows, tokenizer, tmp_path / "a")
+        split = cache_rows(rows, tokenizer, tmp_path / "b", max_length=16, on_long_row="split")
         assert split.ids.tolist() == whole.ids.tolist()
         assert split.lengths.max() == 16
         assert split.counts.cropped_tokens == split.counts.dropped == 0
@@ -539,14 +529,14 @@ class TestTemplates:
         (tmp_path / "t.jinja").write_text(source)
         thinking = load_tokenizer(Path(tokenizer.path), str(tmp_path / "t.jinja"))
         with pytest.raises(DataError) as caught:
-            build_cache([{"messages": TURNS}], thinking, tmp_path)
+            cache_rows([{"messages": TURNS}], thinking, tmp_path)
         message = str(caught.value)
         assert "rows.jsonl:1: the chat template renders message 2 differently if another message follows" in message
         number = len(thinking.encode("<|system|>Be brief.<|end|><|user|>Hello.<|end|><|assistant|>"))
         assert f"the first token that differs is number {number}: 'H'" in message
         assert f"instead of '(' (id {thinking.hf.convert_tokens_to_ids('(')})" in message
         assert "--data.train_on last" in message
-        cache = build_cache([{"messages": TURNS}], thinking, tmp_path / "last", "last")
+        cache = cache_rows([{"messages": TURNS}], thinking, tmp_path / "last", "last")
         assert marked_text(cache, thinking).endswith(
             "<|assistant|>Hi<|end|><|user|>And now?<|end|><|assistant|>⟦(hm)Bye<|end|>⟧"
         )
@@ -564,7 +554,7 @@ class TestTemplates:
         (tmp_path / "loops.jinja").write_text(loops)
         endless = load_tokenizer(Path(tokenizer.path), str(tmp_path / "loops.jinja"))
         with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template took more than 0.3 s"):
-            build_cache([{"messages": TURNS}], endless, tmp_path)
+            cache_rows([{"messages": TURNS}], endless, tmp_path)
         assert ChatTemplate("fine", {}).render_prompt(TURNS) == "fine"
 
     @pytest.mark.parametrize("source", ["{{ messages.__class__.__mro__ }}", "{{ messages[0] + 1 }}"])

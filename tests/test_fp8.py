@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -31,24 +30,26 @@ from precision import (
     Tensors,
     distances,
     full_gradients,
+    make_batches,
     make_optimizer,
     open_runner,
-    random_sequences,
+    rank_batch,
     single_process_runner,
-    step_batch,
+    train_losses,
 )
 from selection import the_rest
-from steps import train_step
-from tiny_families import VOCABULARY, make_model
+from steps import step_batch, train_step
+from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import check_model_folder, load_model
 from torchstone.config import load_config
-from torchstone.data.collate import BatchShapes, MicroBatch, collate
+from torchstone.data.collate import MicroBatch
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models import fp8
 from torchstone.models.execution import MATMULS, ExecutionOptions, _ops, compile_decoder
 from torchstone.models.fp8 import Fp8Options, check_fp8
 from torchstone.models.generate import generate
+from torchstone.observe.metrics import read_metrics
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
 from torchstone.training import defaults
@@ -60,17 +61,13 @@ needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EMULATED = Fp8Options(emulate=True)
 LINEARS = {"attention.wq", "attention.wk", "attention.wv", "attention.wo", "mlp.gate", "mlp.up", "mlp.down"}
+# All rows have the same length.
+random_batches = partial(make_batches, count=2, multiple=32)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "llama", "grouped")
-
-
-def random_batches(seed: int, count: int = 2, multiple: int = 32) -> list[MicroBatch]:
-    """Micro-batches of one row with two sequences; by default all rows have the same length."""
-    sequences = random_sequences(np.random.default_rng(seed), 2 * count, 16, VOCABULARY)
-    return [collate([sequences[2 * n : 2 * n + 2]], 0, BatchShapes(multiple)) for n in range(count)]
 
 
 def fp8_linears(runner: Runner) -> set[str]:
@@ -79,10 +76,6 @@ def fp8_linears(runner: Runner) -> set[str]:
     names = {name for name, module in modules if "Float8Linear" in type(module).__name__}
     assert {name.split(".")[0] for name in names} == {"layers"}
     return {name.removeprefix("layers.0.") for name in names if name.startswith("layers.0.")}
-
-
-def rank_batch(runner: Runner, batches: list[MicroBatch]) -> Any:
-    return step_batch(batches[runner.ctx.dp_rank :: runner.ctx.dims.dp], batches)
 
 
 @needs_torchao
@@ -149,8 +142,7 @@ class TestNumbers:
         losses = {}
         for precision, options in (("bf16", None), ("fp8", EMULATED), ("fp8-pure", EMULATED)):
             runner = single_process_runner(folder, CPU, precision, fp8=options)  # type: ignore[arg-type]
-            optimizer, batch = make_optimizer(runner), step_batch(random_batches(0))
-            losses[precision] = [train_step(runner, optimizer, batch, n, LEARNING_RATE, 1.0).loss for n in range(1, 21)]
+            losses[precision] = train_losses(runner, [step_batch(random_batches(0))] * 20)
         for values in losses.values():
             assert values[-1] < 0.3 * values[0]
             # Measured: 3 %. This batch is memorized, so that the losses fall by a tenth in every step.
@@ -298,7 +290,8 @@ class TestRun:
                 del overrides[key]
             linears = NoteLinears()
             api.train(overrides=overrides | {"model.path": str(base_run)}, callbacks=[linears])
-            losses[precision] = torch.tensor(linears.losses)
+            lines = read_metrics(tmp_path / precision / "metrics.jsonl")
+            losses[precision] = torch.tensor([line["loss"] for line in lines])
             tensors[precision] = load_file(
                 tmp_path / f"{precision}/checkpoints/step-00000006/adapter_model.safetensors"
             )
@@ -327,16 +320,12 @@ def describe_tensors(file: Path) -> dict[str, tuple[Any, Any]]:
 
 
 class NoteLinears(Callback):
-    """The losses of all steps, and whether the linears with an adapter multiply in FP8."""
+    """Whether the linears with an adapter multiply in FP8."""
 
     def on_start(self, run: Run) -> None:
-        self.losses: list[float] = []
         names = {type(module).__name__ for module in run.model.module.modules()}
         assert len({"LoraLinear", "LoraTrainingFloat8Linear"} & names) == 1
         self.are_fp8 = "LoraTrainingFloat8Linear" in names
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        self.losses.append(metrics["loss"])
 
 
 class NoteShapes(Callback):

@@ -201,11 +201,8 @@ def test_fsdp2(precision: str, limit: float) -> None:
         assert_close(fused, plain, limit)
 
 
+@pytest.mark.usefixtures("reset_dynamo")
 class TestExecution:
-    @pytest.fixture(autouse=True)
-    def reset_dynamo(self) -> None:
-        torch._dynamo.reset()
-
     @pytest.mark.parametrize("mode", ["elementwise", "selective", "full"])
     def test_activation_checkpointing_changes_nothing(self, mode: str) -> None:
         expected = logits_and_gradients(make_pair()[1])

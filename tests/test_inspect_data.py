@@ -6,6 +6,7 @@ import json
 import os
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -16,21 +17,15 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tiny import write_rows
+import caches
+from tiny import chat_row, write_rows
 from torchstone import api
-from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.cache import TokenCache
 from torchstone.data.inspect import escape, html_page, inspect_sources, print_report
 from torchstone.data.tokenize import Tokenizer
-from torchstone.observe.console import Console
 
 HOSTILE = "[red]a[/red]\x1b[2J\x1b]0;t\x07\x9b\u202e\r<script>alert('x')</script>&amp;⟦b⟧"
-
-
-def build_cache(path: Path, tokenizer: Tokenizer, max_length: int | None = 64, on_long_row: str = "drop") -> TokenCache:
-    source = open_source(str(path), stop_on_bad_row=False)
-    encoding = tokenizer.encoding_config(source.row_format, max_length, on_long_row)
-    options = CacheOptions(path.parent / "cache", num_processes=0, stop_on_bad_row=False)
-    return open_cache(source, encoding, options, Console("quiet"))
+build_cache = partial(caches.build_cache, max_length=64, stop_on_bad_row=False)
 
 
 def inspect(cache: TokenCache, tokenizer: Tokenizer, rows: int = 1, **options: Any) -> tuple[dict, dict]:
@@ -38,10 +33,6 @@ def inspect(cache: TokenCache, tokenizer: Tokenizer, rows: int = 1, **options: A
     report = inspect_sources([cache], tokenizer, 64, rows, **options)
     (source,) = report["sources"]
     return report, source
-
-
-def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def console_text(report: dict[str, Any], use_color: bool = False) -> str:
@@ -56,15 +47,16 @@ def tokens_file(path: Path, lengths: list[int]) -> Path:
 
 @pytest.fixture
 def hostile(tmp_path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    path = write_rows(tmp_path / "hostile.jsonl", [chat(HOSTILE, HOSTILE), chat("a", HOSTILE[::-1])])
+    path = write_rows(tmp_path / "hostile.jsonl", [chat_row(HOSTILE, HOSTILE), chat_row("a", HOSTILE[::-1])])
     with path.open("a") as file:
         file.write('{"messages": [{"role": "\\u001b[2J<b>", "content": 1}]}\n')
-    return inspect_sources([build_cache(path, tokenizer, max_length=None, on_long_row="")], tokenizer, 512, rows=5)
+    return inspect_sources([build_cache(path, tokenizer, max_length=None)], tokenizer, 512, rows=5)
 
 
 class TestFigures:
     def test_figures_are_those_of_the_cache(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        rows = [chat("Hi", "Hello there"), chat("x " * 90, "y"), {"messages": []}, chat("Who?", "Me"), {"text": "a"}]
+        rows = [chat_row("Hi", "Hello there"), chat_row("x " * 90, "y"), {"messages": []}]
+        rows += [chat_row("Who?", "Me"), {"text": "a"}]
         cache = build_cache(write_rows(tmp_path / "chat.jsonl", rows), tokenizer)
         report, source = inspect(cache, tokenizer, rows=9)
         lengths = [len(cache.sequence(n).ids) for n in range(2)]
@@ -93,7 +85,7 @@ class TestFigures:
 
     def test_lengths_and_their_histogram(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         lengths = [2, 3, 10, 11, 20, 21, 95, 101]
-        cache = build_cache(tokens_file(tmp_path / "t.jsonl", lengths), tokenizer, None, "")
+        cache = build_cache(tokens_file(tmp_path / "t.jsonl", lengths), tokenizer, max_length=None)
         _, source = inspect(cache, tokenizer)
         assert source["lengths"] == {
             "min": 2, "mean": sum(lengths) / 8, "median": 15.5, "p90": pytest.approx(95 + 0.3 * 6),
@@ -107,7 +99,7 @@ class TestFigures:
     @pytest.mark.parametrize("longest", [2, 12, 13, 100, 5000])
     def test_every_sequence_is_in_one_bin(self, tokenizer: Tokenizer, tmp_path: Path, longest: int) -> None:
         lengths = [2, *(max(2, longest * n // 7) for n in range(1, 8)), 2, 3]
-        cache = build_cache(tokens_file(tmp_path / "t.jsonl", lengths), tokenizer, None, "")
+        cache = build_cache(tokens_file(tmp_path / "t.jsonl", lengths), tokenizer, max_length=None)
         _, source = inspect(cache, tokenizer)
         histogram = source["histogram"]
         assert sum(entry["count"] for entry in histogram) == len(lengths) == source["sequences"]
@@ -116,7 +108,7 @@ class TestFigures:
         assert len(histogram) <= 15
 
     def test_a_long_tail_does_not_hide_the_rest(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        cache = build_cache(tokens_file(tmp_path / "t.jsonl", [30, 40, 60, 150, 9000]), tokenizer, None, "")
+        cache = build_cache(tokens_file(tmp_path / "t.jsonl", [30, 40, 60, 150, 9000]), tokenizer, max_length=None)
         _, source = inspect(cache, tokenizer)
         counts = {(entry["low"], entry["high"]): entry["count"] for entry in source["histogram"] if entry["count"]}
         assert counts == {(1, 50): 2, (51, 64): 1, (101, 200): 1, (5001, 10000): 1}
@@ -126,7 +118,7 @@ class TestFigures:
         self, tokenizer: Tokenizer, tmp_path: Path, on_long_row: str
     ) -> None:
         lengths = [10, 64, 65, 500, 600, 3000]
-        cache = build_cache(tokens_file(tmp_path / "t.jsonl", lengths), tokenizer, 64, on_long_row)
+        cache = build_cache(tokens_file(tmp_path / "t.jsonl", lengths), tokenizer, on_long_row=on_long_row)
         report, source = inspect(cache, tokenizer)
         assert (source["lengths"]["max"], source["lengths"]["median"]) == (3000, 282.5)
         assert sum(entry["count"] for entry in source["histogram"]) == 6
@@ -156,9 +148,9 @@ class TestFigures:
     def test_text_is_split_and_loses_nothing(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "t.jsonl", [{"text": "word " * 90}])
         for on_long_row in ("split", "drop"):
-            source = inspect(build_cache(path, tokenizer, 16, on_long_row), tokenizer)[1]
+            source = inspect(build_cache(path, tokenizer, max_length=16, on_long_row=on_long_row), tokenizer)[1]
             assert (source["is_split"], source["context_lengths"] == []) == (on_long_row == "split",) * 2
-        report, source = inspect(build_cache(path, tokenizer, 16, "split"), tokenizer)
+        report, source = inspect(build_cache(path, tokenizer, max_length=16, on_long_row="split"), tokenizer)
         for text in (console_text(report), Page(html_page(report)).text):
             assert "and loses nothing" in text
             assert "tokens lost if dropped" not in text
@@ -195,8 +187,8 @@ class TestFigures:
 
 class TestExamples:
     def test_runs_add_up_to_the_trained_tokens(self, tokenizer: Tokenizer, chat_file: Path, text_file: Path) -> None:
-        caches = [build_cache(chat_file, tokenizer), build_cache(text_file, tokenizer, None, "")]
-        for cache, source in zip(caches, inspect_sources(caches, tokenizer, 64, 1000)["sources"], strict=True):
+        both = [build_cache(chat_file, tokenizer), build_cache(text_file, tokenizer, max_length=None)]
+        for cache, source in zip(both, inspect_sources(both, tokenizer, 64, 1000)["sources"], strict=True):
             assert len(source["examples"]) == len(cache)
             for index, example in enumerate(source["examples"]):
                 runs, ids = example["runs"], cache.sequence(index).ids.tolist()
@@ -219,7 +211,7 @@ class TestExamples:
     def test_a_character_of_several_tokens_is_shown_whole(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
         euro = tokenizer.encode("€")
         assert len(euro) == 3
-        cache = build_cache(write_rows(tmp_path / "c.jsonl", [chat("a€b", "\ufffd😀\ufffdé")]), tokenizer)
+        cache = build_cache(write_rows(tmp_path / "c.jsonl", [chat_row("a€b", "\ufffd😀\ufffdé")]), tokenizer)
         (example,) = inspect(cache, tokenizer)[1]["examples"]
         assert [run["text"] for run in example["runs"]] == ["<|user|>a€b<|end|><|assistant|>", "\ufffd😀\ufffdé<|end|>"]
         assert {"ids": euro, "text": "€"} in example["runs"][0]["pieces"]
@@ -316,7 +308,7 @@ class TestConsole:
         assert "a⟦↵\n↵⟧\nb\n" in console_text(inspect(cache, tokenizer)[0])
 
     def test_dropped_rows_are_shown_with_examples(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        rows = [chat("Hi", "Hello"), chat("x " * 90, "y"), {"messages": []}]
+        rows = [chat_row("Hi", "Hello"), chat_row("x " * 90, "y"), {"messages": []}]
         cache = build_cache(write_rows(tmp_path / "chat.jsonl", rows), tokenizer)
         text = console_text(inspect(cache, tokenizer)[0])
         assert f"    such as {tmp_path}/chat.jsonl:3: messages is empty or not a list\n" in text
@@ -324,8 +316,8 @@ class TestConsole:
         assert "dropped 1: rows longer than data.context_length 64." in text
 
     def test_truncated_rows_are_shown(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        path = write_rows(tmp_path / "chat.jsonl", [chat("Hi", "Hello " * 40), chat("x " * 90, "y")])
-        cache = build_cache(path, tokenizer, 64, "truncate")
+        path = write_rows(tmp_path / "chat.jsonl", [chat_row("Hi", "Hello " * 40), chat_row("x " * 90, "y")])
+        cache = build_cache(path, tokenizer, on_long_row="truncate")
         _, source = inspect(cache, tokenizer)
         assert [(entry["count"], entry["examples"]) for entry in source["notes"]] == [(1, cache.counts.examples)]
         assert f"which loses {source['cropped_tokens']} tokens" in source["notes"][0]["why"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import parity
-from sides import MAX_NORM, WEIGHT_DECAY, OurSide, both_sides
+from sides import MAX_NORM, WEIGHT_DECAY, OurSide, both_sides, make_batch
 from tiny import TINY_LLAMA, make_llama, write_rows
 from torchstone import api
 from torchstone.checkpoint.model_folder import load_model
@@ -89,7 +89,7 @@ class TestProtocol:
     def test_a_mean_per_micro_batch_fails(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every micro-batch's mean has the same weight, at the right scale of the loss."""
         reference, ours = both_sides(folder, False, parity.FREE_RUNNING)
-        token_loss_sum, total = runner.token_loss_sum, ours.batch(self.STEPS[0]).loss_tokens
+        token_loss_sum, total = runner.token_loss_sum, make_batch(self.STEPS[0]).loss_tokens
 
         def mean_of_means(logits: Tensor, labels: Tensor) -> Tensor:
             count = int((labels != -100).sum())

@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import parity
 from exact_runs import StopAt, assert_same_run
+from hooks import on
 from layouts import CPU
 from selection import the_rest
-from sides import MAX_NORM, WEIGHT_DECAY, collated
+from sides import MAX_NORM, WEIGHT_DECAY, make_batch
 from steps import train_step
 from tiny_families import make_model
 from torchstone import api
@@ -34,7 +35,6 @@ from torchstone.checkpoint.adapter_folder import (
 from torchstone.checkpoint.model_folder import decoder_shapes, load_model
 from torchstone.checkpoint.weight_names import FALLBACK_NAMES, WEIGHT_NAMES
 from torchstone.config.schema import OptimConfig
-from torchstone.data.loader import StepBatch
 from torchstone.data.tokenize import Tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.execution import DEFAULT_EXECUTION, ExecutionOptions
@@ -44,7 +44,7 @@ from torchstone.observe.mfu import flops_per_token
 from torchstone.optim.build import build_optimizer
 from torchstone.parallel.runner import Runner
 from torchstone.testing import launch_procs
-from torchstone.training.run import Callback, Run
+from torchstone.training.run import Run
 from torchstone.tuning.lora import MergedTensors, merge_adapters, unmerge_adapters
 from torchstone.tuning.osft import MergedOsft
 from tuned import (
@@ -160,10 +160,8 @@ class LoraSide:
         self.gradients = {self._peft_name(name): p.grad.clone() for name, p in self.model.trained_parameters()}
 
     def step(self, micro_batches: parity.MicroBatches) -> parity.StepValues:
-        tensors = collated(micro_batches, packed=True)
-        count = sum(int((t.labels != -100).sum()) for t in tensors)
-        batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
-        result = train_step(Runner(self.model, CPU, True), self.optimizer, batch, 1, self.lr, MAX_NORM)
+        runner = Runner(self.model, CPU, True)
+        result = train_step(runner, self.optimizer, make_batch(micro_batches), 1, self.lr, MAX_NORM)
         return parity.StepValues(result.loss, result.grad_norm, self.gradients)
 
     def weights(self) -> dict[str, Tensor]:
@@ -261,15 +259,10 @@ class TestRuns:
 
     def test_settings_are_those_of_peft(self, lora_settings: Settings, tmp_path: Path) -> None:
         runs: list[Run] = []
-
-        class KeepRun(Callback):
-            def on_start(self, run: Run) -> None:
-                runs.append(run)
-
         targets = [r".*layers\.1\..*(q|up)_proj"]
         changes = {"lora_alpha": 7.0, "lora_rslora": True, "lora_dora": True, "lora_targets": targets}
         values = lora_settings(tuning__modules_to_save=["norm"], **{f"tuning__{k}": v for k, v in changes.items()})
-        checkpoint = api.train(overrides=values, callbacks=[KeepRun()]).checkpoint
+        checkpoint = api.train(overrides=values, callbacks=[on(start=runs.append)]).checkpoint
         assert checkpoint is not None
         config = read_adapter_config(checkpoint)
         assert [config[key] for key in ("r", "lora_alpha", "use_rslora", "use_dora")] == [4, 7, True, True]
@@ -516,13 +509,8 @@ class TestRuns:
 
     def test_the_learning_rate_of_b(self, lora_settings: Settings) -> None:
         groups: list[dict[str, Any]] = []
-
-        class KeepGroups(Callback):
-            def on_start(self, run: Run) -> None:
-                groups.extend(run.optimizer.param_groups)
-
         values = lora_settings(tuning__lora_plus_ratio=8.0, training__max_steps=1, optim__warmup_ratio=0.0)
-        api.train(overrides=values, callbacks=[KeepGroups()])
+        api.train(overrides=values, callbacks=[on(start=lambda run: groups.extend(run.optimizer.param_groups))])
         rates = {tuple(p.shape): group["lr"] for group in groups for p in group["params"]}
         assert rates[32, 4] == pytest.approx(8 * rates[4, 32])
 

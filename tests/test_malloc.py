@@ -11,12 +11,12 @@ import psutil
 import pytest
 import torch
 
+from hooks import on
 from torchstone import api
 from torchstone.testing import launch_procs
 from torchstone.training import loop, malloc
 from torchstone.training.checks import process_memory
 from torchstone.training.malloc import MAX_BLOCK, keep_freed_memory
-from torchstone.training.run import Callback, Run
 
 CPU = torch.device("cpu")
 
@@ -60,10 +60,6 @@ class TestKeepFreedMemory:
     ) -> None:
         steps: list[int] = []
 
-        class Record(Callback):
-            def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-                steps.append(metrics["step"])
-
         @contextmanager
         def record(device: torch.device) -> Iterator[None]:
             entered = list(steps)
@@ -72,7 +68,8 @@ class TestKeepFreedMemory:
             steps.append(0)
 
         monkeypatch.setattr(loop, "keep_freed_memory", record)
-        api.train(None, settings(training__max_steps=3), callbacks=[Record()])
+        note = on(step=lambda run, metrics: steps.append(metrics["step"]))
+        api.train(None, settings(training__max_steps=3), callbacks=[note])
         assert steps == [1, 2, 3, 0]
 
     def test_freed_blocks_are_used_again_and_given_back_at_the_end(self) -> None:

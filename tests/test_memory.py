@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from precision import single_process_runner, step_batch
-from steps import train_step
+from precision import single_process_runner
+from steps import step_batch, train_step
 from torchstone.config.load import load_config
 from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tiny import flags, make_llama
+from tiny import edit_config, flags, make_llama
 from tiny_families import make_model
 from torchstone import api
 from torchstone.checkpoint.model_folder import load_model
@@ -95,11 +95,7 @@ def same_weights(one: Model, other: Model) -> bool:
 
 
 def set_config(**changes: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return damage
+    return lambda folder: edit_config(folder, **changes)
 
 
 def drop_from_config(*keys: str) -> Damage:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tiny import make_llama
+from tiny import edit_config, make_llama
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import UsageError
@@ -53,8 +53,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_config_that_the_decoder_does_not_support_is_refused(
     folder: Path, changes: dict[str, Any], expected: str
 ) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    edit_config(folder, **changes)
     with pytest.raises(UsageError, match=expected):
         load_model(folder, CPU, execution=ExecutionOptions(implementation="native"))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 import parity
 from exact_runs import StopAt, assert_same_run
 from layouts import CPU, Shard, assert_shards_in
-from sides import collated
+from sides import make_batch
 from tiny import flags
 from tiny_families import make_model
 from torchstone import api
@@ -31,7 +31,6 @@ from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_checkpoint
 from torchstone.config import load_config
 from torchstone.config.schema import OptimConfig, ParallelConfig
-from torchstone.data.loader import StepBatch
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import CheckpointError, UsageError
 from torchstone.models.decoder import Fusion
@@ -120,9 +119,7 @@ def test_five_steps_equal_torchs_muon_and_adamw(
     expected = TorchOptimizers(reference, muon_learning_rate or LEARNING_RATE, adjust_lr_fn)
     for number, batches in enumerate(parity.random_batches(5, 96, seed=0)):
         learning_rate = LEARNING_RATE * (number + 1) / 5
-        tensors = collated(batches, packed=True)
-        count = sum(int((each.labels != -100).sum()) for each in tensors)
-        batch = StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
+        batch = make_batch(batches)
         result = compute_gradients(Runner(ours, CPU, True), batch, 1)
         optimizer_step(Runner(ours, CPU, True), optimizer, result, 1, learning_rate, MAX_NORM)
         compute_gradients(Runner(reference, CPU, True), batch, 1)

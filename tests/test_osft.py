@@ -22,7 +22,7 @@ import parity
 from exact_runs import StopAt, assert_same_run
 from layouts import CPU
 from selection import the_rest
-from sides import MAX_NORM, WEIGHT_DECAY, collated
+from sides import MAX_NORM, WEIGHT_DECAY, make_batch
 from steps import train_step
 from tiny_families import make_model
 from torchstone import api
@@ -31,7 +31,6 @@ from torchstone.checkpoint.save import full_unfused_parameters
 from torchstone.checkpoint.weight_names import WEIGHT_NAMES
 from torchstone.config.load import load_config
 from torchstone.config.schema import OptimConfig, ParallelConfig
-from torchstone.data.loader import StepBatch
 from torchstone.errors import CheckpointError, NumericalError, UsageError
 from torchstone.models.decoder import Decoder, DecoderConfig, LayerSpec
 from torchstone.models.execution import ExecutionOptions, apply_activation_checkpointing, compile_decoder
@@ -284,12 +283,6 @@ class OsftSide:
 
     def weights(self) -> dict[str, Tensor]:
         return dense_weights(self.model)
-
-
-def make_batch(micro_batches: parity.MicroBatches) -> StepBatch:
-    tensors = collated(micro_batches, packed=True)
-    count = sum(int((t.labels != -100).sum()) for t in tensors)
-    return StepBatch(tensors, samples=0, tokens=0, loss_tokens=count, padding=0, first_sample=0)
 
 
 @torch.no_grad()

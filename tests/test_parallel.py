@@ -301,7 +301,7 @@ def load_resized(folder: str, tokenizer_size: int, parallel: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_custom_model_resize_embedding(tied: bool, root: Path) -> None:
+def test_resized_embeddings_keep_their_index_in_every_layout(tied: bool, root: Path) -> None:
     """Every old embedding keeps its global index on any number of ranks; new ones are the mean of the old."""
     folder = make_model(root / f"resize-{tied}", "llama", "grouped", num_hidden_layers=2, tie_word_embeddings=tied)
     before = {name: p.detach() for name, p in load_model(folder, CPU).named_parameters() if p.shape[0] == 96}

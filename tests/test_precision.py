@@ -7,8 +7,8 @@ compared with the fp64 sum of each micro-batch's gradients, and the same check m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,23 @@ from precision import (
     distances,
     full_copy,
     full_gradients,
+    make_batches,
     make_optimizer,
     open_runner,
     random_sequences,
+    rank_batch,
     single_process_runner,
-    step_batch,
     sum_of_micro_batches,
     take_gradients,
+    train_losses,
     train_steps,
 )
-from steps import train_step
+from steps import step_batch, train_step
 from tiny_families import VOCABULARY, make_model
 from torchstone.checkpoint.load import restore_optimizer
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.checkpoint.save import save_checkpoint
-from torchstone.data.collate import MicroBatch, collate
-from torchstone.data.loader import StepBatch
+from torchstone.data.collate import collate
 from torchstone.data.tokenize import Tokenizer
 from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.parallel.runner import Runner
@@ -61,22 +62,12 @@ DP_LAYOUTS: dict[str, Parallel] = {
     "dp_replicate 2": {"dp_replicate": 2},
 }
 LAYOUTS = DP_LAYOUTS | {"tp 2": {"tp": 2}, "pp 2": {"pp": 2}}
+random_batches = partial(make_batches, count=MICRO_BATCHES)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "llama", "grouped")
-
-
-def random_batches(seed: int, count: int = MICRO_BATCHES) -> list[MicroBatch]:
-    """Micro-batches of one row with two sequences."""
-    sequences = random_sequences(np.random.default_rng(seed), 2 * count, 16, VOCABULARY)
-    return [collate([sequences[2 * n : 2 * n + 2]], pad_id=0) for n in range(count)]
-
-
-def rank_batch(runner: Runner, batches: Sequence[MicroBatch]) -> StepBatch:
-    """This rank's share of `batches`."""
-    return step_batch(batches[runner.ctx.dp_rank :: runner.ctx.dims.dp], batches)
 
 
 class TestOneProcess:
@@ -213,7 +204,7 @@ def dtypes_after_step(folder: Path, precision: str, parallel: Parallel) -> dict[
 
 def test_mixed_precision_computes_what_a_bf16_model_computes(folder: Path) -> None:
     """The logits are those of weights rounded to bf16, bit for bit; from fp32's they differ as bf16 does."""
-    batch = random_batches(0, 1)[0]
+    batch = random_batches(0, count=1)[0]
     inputs = (batch.ids, batch.positions, batch.doc_ids)
     with torch.no_grad():
         exact = load_model(folder, CPU).module(*inputs)
@@ -278,7 +269,7 @@ LOSS_LIMITS: dict[str, tuple[Parallel, float]] = {
 
 
 def test_losses_of_two_ranks_equal_those_of_one_within_bf16(folder: Path) -> None:
-    single, exact = train_losses(folder, "bf16", {}), train_losses(folder, "fp32", {})
+    single, exact = losses_of_six_steps(folder, "bf16", {}), losses_of_six_steps(folder, "fp32", {})
     # Measured: 6e-4.
     assert 1e-5 < max(map(relative, single, exact)) < 3e-3
     # Steps 1 and 5 have the same rows.
@@ -289,17 +280,14 @@ def test_losses_of_two_ranks_equal_those_of_one_within_bf16(folder: Path) -> Non
 
 
 def losses_of_layouts(folder: Path) -> dict[str, list[float]]:
-    return {name: train_losses(folder, "bf16", parallel) for name, (parallel, _) in LOSS_LIMITS.items()}
+    return {name: losses_of_six_steps(folder, "bf16", parallel) for name, (parallel, _) in LOSS_LIMITS.items()}
 
 
-def train_losses(folder: Path, precision: str, parallel: Parallel) -> list[float]:
-    """The losses of six steps, which have the same two batches in turn."""
+def losses_of_six_steps(folder: Path, precision: str, parallel: Parallel) -> list[float]:
+    """They have the same two batches in turn."""
     with open_runner(folder, CPU, precision, parallel) as runner:
-        optimizer, losses = make_optimizer(runner), []
-        for step in range(1, 7):
-            batch = rank_batch(runner, random_batches(step % 2, count=2))
-            losses.append(train_step(runner, optimizer, batch, step, LEARNING_RATE, 1.0).loss)
-    return losses
+        batches = [rank_batch(runner, random_batches(step % 2, count=2)) for step in range(1, 7)]
+        return train_losses(runner, batches)
 
 
 def test_accumulation_equals_one_large_micro_batch(folder: Path) -> None:

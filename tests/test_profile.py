@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hooks import on
 from tiny import write_rows
 from torchstone import api, cli
 from torchstone.config import load_config
@@ -268,13 +269,9 @@ class TestMfu:
         lengths = [2, 7, 30, 31]
         path = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths])
         configs = []
-
-        class Record(Callback):
-            def on_start(self, run: Run) -> None:
-                configs.append(run.model.decoder_config)
-
         overrides = settings(data__path=str(path), data__packing=packing, training__max_steps=1)
-        api.train(overrides=overrides | {"observe.peak_tflops": 0.25}, callbacks=[Record()])
+        keep_config = on(start=lambda run: configs.append(run.model.decoder_config))
+        api.train(overrides=overrides | {"observe.peak_tflops": 0.25}, callbacks=[keep_config])
         (line,) = read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")
         flops = sum(n * flops_per_token(configs[0], n) for n in lengths)
         assert line["mfu"] == pytest.approx(flops / line["step_s"] / 0.25e12)

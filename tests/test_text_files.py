@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from caches import build_cache
 from tiny import read_rows, write_rows
 from torchstone import api
 from torchstone.data import sources, text_files
-from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
+from torchstone.data.cache import open_source
 from torchstone.data.sources import BadRow, ReadPosition, count_rows, parse_rows, read_chunks, truncate_chunk
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.errors import DataError, UsageError
-from torchstone.observe.console import Console
 
 RECORDS = [{"question": f'{n}: "why",\nand {"x" * (n * 7 % 50)}?', "answer": f"é{n}\r\n"} for n in range(60)]
 
@@ -47,12 +47,6 @@ def bos_tokenizer(tokenizer_dir: Path) -> Tokenizer:
     bos = ("<|user|>", hf.convert_tokens_to_ids("<|user|>"))
     hf.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[bos])
     return Tokenizer(hf, "with bos")
-
-
-def build_cache(path: Path, tokenizer: Tokenizer, row_format: str = "auto", **columns: str) -> TokenCache:
-    source = open_source(str(path), row_format, columns=columns)
-    encoding = tokenizer.encoding_config(source.row_format, None, "", columns=source.columns)
-    return open_cache(source, encoding, CacheOptions(path.parent / "cache", num_processes=0), Console("quiet"))
 
 
 class TestTables:

@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from caches import build_cache
 from tiny import write_rows
-from torchstone.data.cache import CacheOptions, open_cache, open_source
 from torchstone.data.encode import TokenSequence
 from torchstone.data.inspect import inspect_sources, print_report
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import PATTERNS, check_target, save_tokenizer, train_tokenizer
 from torchstone.demo.corpus import corpus_rows
 from torchstone.errors import DataError, UsageError
-from torchstone.observe.console import Console
 
 BOS = "<|begin_of_text|>"
 MIXED = "Straße, naïve café: 日本語の文章 한국어 слово 12345 don't I'LL\r\n\t x  \n\n"
@@ -125,9 +124,7 @@ class TestBos:
 
     def encode(self, tokenizer: Tokenizer, folder: Path, row_format: str) -> TokenSequence:
         path = write_rows(folder / f"{row_format}.jsonl", [self.ROWS[row_format]])
-        source, options = open_source(str(path)), CacheOptions(folder / "cache", num_processes=0)
-        encoding = tokenizer.encoding_config(source.row_format, None, "")
-        return open_cache(source, encoding, options, Console("quiet")).sequence(0)
+        return build_cache(path, tokenizer).sequence(0)
 
     @pytest.mark.parametrize("template", ["chatml", "llama3"])
     def test_a_text_begins_with_one_bos_and_its_first_token_is_learned(
@@ -189,9 +186,7 @@ class TestConversations:
             assert tokenizer.encode(token) == [number]
             assert number in tokenizer.hf.all_special_ids
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        source = open_source(str(write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])))
-        encoding = tokenizer.encoding_config(source.row_format, 64, "drop")
-        cache = open_cache(source, encoding, CacheOptions(tmp_path / "cache", num_processes=0), Console("quiet"))
+        cache = build_cache(write_rows(tmp_path / "chat.jsonl", [{"messages": messages}]), tokenizer, max_length=64)
         output: list[str] = []
         print_report(inspect_sources([cache], tokenizer, 64, 1), output.append, use_color=False)
         assert f"trained\n{expected}\n" in "".join(output)

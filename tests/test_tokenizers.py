@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 
-from tiny import write_rows
+from caches import cache_rows
+from tiny import chat_row, write_rows
 from torchstone.api import prepare
 from torchstone.atomic import translate_os_errors
 from torchstone.data import render_limits
-from torchstone.data.cache import CacheOptions, TokenCache, open_cache, open_source
 from torchstone.data.template import ChatTemplate
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import save_tokenizer, train_tokenizer
 from torchstone.errors import DataError, UsageError
-from torchstone.observe.console import Console
 
 LETTERS = {"<s>": 0, "</s>": 1, "A": 2, "C": 3, "G": 4, "T": 5}
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+CHAT = chat_row("a", "b")
 
 
 def begin_with(token: str, number: int) -> dict[str, Any]:
@@ -74,12 +73,6 @@ def letters(edited: Callable[..., Path]) -> Callable[..., Tokenizer]:
     return make
 
 
-def build_cache(rows: list[dict[str, Any]], tokenizer: Tokenizer, folder: Path, **options: Any) -> TokenCache:
-    source = open_source(str(write_rows(folder / "rows.jsonl", rows)))
-    encoding = tokenizer.encoding_config(source.row_format, None, "")
-    return open_cache(source, encoding, CacheOptions(folder / "cache", 0, **options), Console("quiet"))
-
-
 @pytest.mark.parametrize("number", [500_000, 65_541])
 def test_a_token_outside_the_vocabulary_is_refused(edited: Callable[..., Path], number: int) -> None:
     """It would be stored modulo 65,536: the model would learn another token."""
@@ -91,13 +84,13 @@ def test_texts_begin_as_in_transformers_whatever_letters_there_are(
     letters: Callable[..., Tokenizer], tmp_path: Path
 ) -> None:
     tokenizer = letters(post_processor=begin_with("<s>", 0))
-    cache = build_cache([{"text": "ACGT"}], tokenizer, tmp_path)
+    cache = cache_rows([{"text": "ACGT"}], tokenizer, tmp_path)
     assert cache.ids.tolist() == [*tokenizer.hf("ACGT").input_ids, 1] == [0, 2, 3, 4, 5, 1]
     assert tokenizer.text_prefix == [0]
 
 
 def test_characters_without_a_token_are_counted(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
-    cache = build_cache([{"text": "hello AC lost"}, {"text": "A C"}], letters(), tmp_path)
+    cache = cache_rows([{"text": "hello AC lost"}, {"text": "A C"}], letters(), tmp_path)
     assert cache.ids.tolist() == [2, 3, 1] * 2
     assert cache.counts.lost_characters == 12
 
@@ -106,7 +99,7 @@ def test_a_suffix_of_words_is_no_character(letters: Callable[..., Tokenizer], tm
     vocab = LETTERS | {"T</w>": 6}
     model = {"vocab": vocab, "end_of_word_suffix": "</w>"}
     tokenizer = letters(model=model, normalizer={"type": "Replace", "pattern": {"String": "-"}, "content": ""})
-    cache = build_cache([{"text": "AC-T"}, {"text": "AxT"}], tokenizer, tmp_path)
+    cache = cache_rows([{"text": "AC-T"}, {"text": "AxT"}], tokenizer, tmp_path)
     assert cache.ids.tolist() == [2, 3, 6, 1, 2, 6, 1]
     assert cache.counts.lost_characters == 1
 
@@ -135,7 +128,7 @@ def test_a_suffix_of_words_is_no_character(letters: Callable[..., Tokenizer], tm
 def test_lost_characters_are_those_that_the_model_does_not_know(
     letters: Callable[..., Tokenizer], tmp_path: Path, parts: dict[str, Any], text: str, lost: int
 ) -> None:
-    assert build_cache([{"text": text}], letters(**parts), tmp_path).counts.lost_characters == lost
+    assert cache_rows([{"text": text}], letters(**parts), tmp_path).counts.lost_characters == lost
 
 
 def test_a_prompt_with_a_character_without_a_token_is_a_bad_row(
@@ -145,13 +138,13 @@ def test_a_prompt_with_a_character_without_a_token_is_a_bad_row(
     rows = [{"prompt": "Ax", "completion": "CG"}, {"prompt": "A", "completion": "CG"}]
     tokenizer = letters()
     with pytest.raises(DataError, match="rows.jsonl:1: the tokenizer has no token for 'x'"):
-        build_cache(rows, tokenizer, tmp_path)
-    cache = build_cache(rows, tokenizer, tmp_path, stop_on_bad_row=False)
+        cache_rows(rows, tokenizer, tmp_path)
+    cache = cache_rows(rows, tokenizer, tmp_path, stop_on_bad_row=False)
     assert (cache.counts.bad_rows, cache.labels.tolist()) == (1, [-100, 3, 4, 1])
 
 
 def test_texts_are_encoded_without_a_post_processor(letters: Callable[..., Tokenizer], tmp_path: Path) -> None:
-    assert build_cache([{"text": "ACGT"}], letters(), tmp_path).ids.tolist() == [2, 3, 4, 5, 1]
+    assert cache_rows([{"text": "ACGT"}], letters(), tmp_path).ids.tolist() == [2, 3, 4, 5, 1]
 
 
 def test_dropout_is_turned_off_and_named(edited: Callable[..., Path], tokenizer: Tokenizer) -> None:
@@ -233,11 +226,11 @@ class TestLoopingTemplates:
         """With MAX_TIMEOUTS 2 a second row would be another error."""
         monkeypatch.setattr(render_limits, "MAX_TIMEOUTS", 2)
         with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template took more than"):
-            build_cache([CHAT] * 5, load_tokenizer(edited(LOOP)), tmp_path)
+            cache_rows([CHAT] * 5, load_tokenizer(edited(LOOP)), tmp_path)
 
     def test_bad_rows_are_not_skipped_for_ever(self, edited: Callable[..., Path], tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="10 conversations in a row"):
-            build_cache([CHAT] * 20, load_tokenizer(edited(LOOP)), tmp_path, stop_on_bad_row=False)
+            cache_rows([CHAT] * 20, load_tokenizer(edited(LOOP)), tmp_path, stop_on_bad_row=False)
 
     def test_a_trained_tokenizer_names_a_template_that_renders_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "loop.jinja").write_text(LOOP)
@@ -258,7 +251,7 @@ def test_out_of_memory_is_not_the_fault_of_a_row(
     monkeypatch.setattr("torchstone.data.encode.Encoder.tokenizer", Full())
     monkeypatch.setattr("torchstone.data.encode.Encoder._word_encoder", None)
     with pytest.raises(MemoryError, match="Onig"):
-        build_cache([{"text": "a"}], tokenizer, tmp_path)
+        cache_rows([{"text": "a"}], tokenizer, tmp_path)
 
 
 class TestSaving:

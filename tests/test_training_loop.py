@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import torchstone
+from exact_runs import StopAt
+from hooks import on
 from tiny import make_llama, write_rows
 from torchstone import api
 from torchstone.checkpoint.manifest import commit_folder, list_checkpoints
@@ -406,14 +408,11 @@ class TestValidation:
         assert marked == {"step": best, "val_loss": min(old)}
 
     def test_validation_rows_are_not_trained_on(self, settings: Settings) -> None:
-        class Rows(Callback):
-            def on_start(self, run: Run) -> None:
-                self.train, self.validation = run.data.train.indices.tolist(), run.data.validation[""].indices.tolist()
-
-        rows = Rows()
-        train(settings(data__validation_split=0.25), rows)
-        assert sorted(rows.train + rows.validation) == list(range(60))
-        assert len(rows.validation) == 15
+        runs: list[Run] = []
+        train(settings(data__validation_split=0.25), on(start=runs.append))
+        rows, held_out = runs[0].data.train.indices.tolist(), runs[0].data.validation[""].indices.tolist()
+        assert sorted(rows + held_out) == list(range(60))
+        assert len(held_out) == 15
 
     def test_a_loss_that_is_not_finite_ends_the_run(self, settings: Settings) -> None:
         overrides = settings(
@@ -554,12 +553,9 @@ class TestCallbacks:
         ]  # fmt: skip
 
     def test_a_callback_can_stop_after_validation(self, settings: Settings) -> None:
-        class EarlyStop(Callback):
-            def on_validation(self, run: Run, loss: float) -> None:
-                run.stop(f"validation loss {loss:.2f}")
-
         overrides = settings(data__validation_split=0.2, training__validate_every_steps=2)
-        result, lines, folder = train(overrides, EarlyStop())
+        early_stop = on(validation=lambda run, loss: run.stop(f"validation loss {loss:.2f}"))
+        result, lines, folder = train(overrides, early_stop)
         assert (result.step, len(lines)) == (2, 2)
         assert result.stopped.startswith("validation loss")
         assert result.checkpoint == folder / "checkpoints/step-00000002"
@@ -805,12 +801,8 @@ class TestSignals:
         assert printed == ["finishing step 3, then saving; press Ctrl-C again to quit without saving\n"]
 
     def test_a_run_that_has_not_begun_ends_at_once_and_saves_nothing(self, settings: Settings) -> None:
-        class Terminate(Callback):
-            def on_start(self, run: Run) -> None:
-                os.kill(os.getpid(), signal.SIGTERM)
-
         with pytest.raises(StoppedBySignal, match="stopped by SIGTERM while loading the model"):
-            train(settings(), Terminate())
+            train(settings(), on(start=lambda run: os.kill(os.getpid(), signal.SIGTERM)))
         assert not list(Path(settings()["output_dir"]).glob("checkpoints/step-*"))
 
     @pytest.mark.parametrize("error", [None, ImportError("numpy")])
@@ -876,12 +868,8 @@ def test_a_callback_with_a_hook_that_is_never_called_is_an_error(settings: Setti
 
 
 def test_the_reason_of_a_callback_is_shown(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
-    class Stop(Callback):
-        def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-            if metrics["step"] == 2:
-                run.stop("enough")
-
     # An iterator is read once.
-    result = api.train(overrides=settings(observe__console="lines"), callbacks=iter([Stop()]))  # type: ignore[arg-type]
+    callbacks = iter([StopAt(2, "enough")])
+    result = api.train(overrides=settings(observe__console="lines"), callbacks=callbacks)  # type: ignore[arg-type]
     assert (result.step, result.stopped) == (2, "enough")
     assert "stopped after step 2: enough" in capsys.readouterr().err

@@ -17,14 +17,13 @@ import parity
 from exact_runs import StopAt
 from layouts import CPU, WIDTH, Shard
 from selection import the_rest
-from sides import MAX_NORM, WEIGHT_DECAY, collated
+from sides import MAX_NORM, WEIGHT_DECAY, batch_of_rank
 from steps import train_step
 from torchstone import api
 from torchstone.checkpoint.adapter_folder import open_adapter
 from torchstone.checkpoint.model_folder import load_model, read_base_model_info
 from torchstone.checkpoint.save import save_model
 from torchstone.config.schema import OptimConfig, ParallelConfig
-from torchstone.data.loader import StepBatch
 from torchstone.models.execution import ExecutionOptions
 from torchstone.models.model import Model
 from torchstone.optim.build import build_optimizer
@@ -70,7 +69,6 @@ def load_ours(folder: Path, adapter: Path, **options: Any) -> Model:
 
 def run_steps(runner: Runner, steps: list[parity.MicroBatches]) -> dict[str, Any]:
     """Losses, norms, this rank's shards of the gradients of all steps and of the weights after them."""
-    rank, dp = runner.ctx.dp_rank, runner.ctx.dims.dp
     model = runner.model
     optim = OptimConfig(learning_rate=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=WEIGHT_DECAY)
     optimizer = build_optimizer(model.trained_parameters(), optim, model.parameter_kinds())
@@ -85,9 +83,7 @@ def run_steps(runner: Runner, steps: list[parity.MicroBatches]) -> dict[str, Any
     )
     values = []
     for number, batches in enumerate(steps):
-        own = batches[rank::dp] + [[]] * (-(-len(batches) // dp) - len(batches[rank::dp]))
-        count = sum(label != -100 for batch in batches for _, labels in batch for label in labels[1:])
-        batch = StepBatch(collated(own, True, WIDTH), 0, 0, loss_tokens=count, padding=0, first_sample=0)
+        batch = batch_of_rank(batches, runner.ctx, multiple=WIDTH)
         result = train_step(runner, optimizer, batch, number + 1, 3e-3, MAX_NORM)
         values += [result.loss, result.grad_norm]
     weights = shards({n: p.detach() for n, p in model.trained_parameters()})

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from precision import open_runner, random_sequences, single_process_runner, step_batch, train_steps
+from precision import open_runner, random_sequences, single_process_runner, train_steps
+from steps import step_batch
 from tiny_families import VOCABULARY, make_model
 from torchstone.data.collate import collate
 from torchstone.optim.adamw import AdamW

@@ -13,10 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from loss_cases import full_loss, loss_and_gradients
 from parity import distance, relative
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.loss.chunked import Head, chunked_loss_sum, write_gradient, write_statistics
-from torchstone.loss.cross_entropy import IGNORE_INDEX, token_loss_sum
+from torchstone.loss.cross_entropy import IGNORE_INDEX
 from torchstone.models.execution import ExecutionOptions
 from torchstone.parallel.runner import micro_batch_loss
 
@@ -30,20 +31,6 @@ def make_inputs(vocab_size: int, dtype: torch.dtype, tokens: int = 300) -> tuple
     labels = torch.randint(vocab_size, (2, tokens // 2), generator=generator, device=DEVICE)
     labels[0, ::3] = IGNORE_INDEX
     return hidden.to(dtype), weight.to(dtype), labels
-
-
-def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, divisor: float) -> Tensor:
-    logits = hidden @ weight.T / divisor
-    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
-    if logits.dtype == torch.float64:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return token_loss_sum(logits, labels)
-
-
-def loss_and_gradients(loss_sum: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = loss_sum(hidden, weight, labels)
-    return [loss.detach(), *torch.autograd.grad(loss / 17, (hidden, weight))]
 
 
 @pytest.mark.parametrize("vocab_size", [5, 97, 50257, 128256])
@@ -112,6 +99,7 @@ def test_bf16_is_as_close_to_fp64_as_the_full_loss(softcap: float | None, vocab_
         assert distance(gradient.double(), reference) <= 1.05 * distance(expected.double(), reference)
 
 
+@pytest.mark.usefixtures("sync_mode")
 def test_nothing_waits_for_the_device_and_memory_is_that_of_a_chunk() -> None:
     tokens, vocab_size, chunk_tokens = 8192, 50257, 512
     hidden, weight, labels = make_inputs(vocab_size, torch.bfloat16, tokens)
@@ -123,10 +111,8 @@ def test_nothing_waits_for_the_device_and_memory_is_that_of_a_chunk() -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        chunked_loss_sum(hidden, weight, labels, chunk_tokens, loss_tokens=loss_tokens).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    chunked_loss_sum(hidden, weight, labels, chunk_tokens, loss_tokens=loss_tokens).backward()
+    torch.cuda.set_sync_debug_mode("default")
     gradients = 4 * weight.numel() + 2 * weight.numel() + 2 * hidden.numel()
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * (2 * chunk_tokens * vocab_size + gradients) + 2**22
 

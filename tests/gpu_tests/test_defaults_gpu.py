@@ -43,12 +43,6 @@ class ForbidSync(Callback):
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
 
 
-@pytest.fixture
-def sync_mode() -> Iterator[None]:
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.usefixtures("sync_mode")
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("compile", ["none", "block"])

@@ -14,17 +14,15 @@ import torch
 
 from parity import relative
 from precision import (
-    LEARNING_RATE,
     Tensors,
     distances,
     full_gradients,
-    make_optimizer,
     open_runner,
     random_sequences,
     single_process_runner,
-    step_batch,
+    train_losses,
 )
-from steps import train_step
+from steps import step_batch
 from tiny import TINY_LLAMA, make_llama
 from torchstone.data.collate import BatchShapes, collate
 from torchstone.data.loader import StepBatch
@@ -60,10 +58,9 @@ def gradients(folder: Path, recipe: Any, emulate: bool = False, **execution: Any
     return full_gradients(runner, random_batch())
 
 
-def train_losses(runner: Runner, steps: int = 20) -> list[float]:
-    """The losses of steps that have the same two batches in turn."""
-    optimizer = make_optimizer(runner)
-    return [train_step(runner, optimizer, random_batch(n % 2), n, LEARNING_RATE, 1.0).loss for n in range(1, steps + 1)]
+def losses_of_steps(runner: Runner) -> list[float]:
+    """Twenty steps, which have the same two batches in turn."""
+    return train_losses(runner, [random_batch(n % 2) for n in range(1, 21)])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -92,9 +89,9 @@ def test_compiled_blocks_are_as_far_from_bf16_as_eager_ones(folder: Path, recipe
 @pytest.mark.parametrize("precision", ["fp8", "fp8-pure"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_losses_follow_those_of_bf16(folder: Path, precision: Any, recipe: Any) -> None:
-    expected = train_losses(single_process_runner(folder, CUDA, precision.replace("fp8", "bf16"), compile="block"))
+    expected = losses_of_steps(single_process_runner(folder, CUDA, precision.replace("fp8", "bf16"), compile="block"))
     runner = single_process_runner(folder, CUDA, precision, compile="block", fp8=Fp8Options(recipe))
-    losses = train_losses(runner)
+    losses = losses_of_steps(runner)
     assert losses[-1] < 0.7 * losses[0]
     assert sum(losses) == pytest.approx(sum(expected), rel=0.05)
     assert relative(losses[0], expected[0]) < 5e-3
@@ -113,7 +110,7 @@ def test_fsdp2_on_a_mesh_of_one(folder: Path) -> None:
     with open_runner(folder, CUDA, "fp8", {}, attention="eager", fp8=Fp8Options()) as runner:
         assert max(distances(full_gradients(runner, random_batch()), expected)) < 1e-3
     with open_runner(folder, CUDA, "fp8", {}, compile="block", fp8=Fp8Options()) as runner:
-        losses = train_losses(runner)
+        losses = losses_of_steps(runner)
         assert losses[-1] < 0.7 * losses[0]
 
 

@@ -84,11 +84,8 @@ def make_gpu_pair(**options: Any) -> tuple[Decoder, Decoder]:
     return plain.to(DEVICE), fused.to(DEVICE)
 
 
+@pytest.mark.usefixtures("reset_dynamo")
 class TestCompiledBlocks:
-    @pytest.fixture(autouse=True)
-    def reset_dynamo(self) -> None:
-        torch._dynamo.reset()
-
     @pytest.mark.parametrize("mode", ["none", "elementwise", "selective", "full"])
     def test_gradients_are_as_exact_as_those_of_the_plain_path(self, mode: str, launches: Counter[str]) -> None:
         plain, fused = make_gpu_pair()

@@ -18,12 +18,11 @@ pytest.importorskip("triton")
 pytest.importorskip("liger_kernel")
 
 from parity import ZERO_LIMIT, distance
-from steps import train_step
+from steps import step_batch, train_step
 from tiny_families import CASES, SHAPES, make_model
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.data.encode import TokenSequence
-from torchstone.data.loader import StepBatch
 from torchstone.loss.cross_entropy import token_loss_sum
 from torchstone.models.decoder import RMSNorm
 from torchstone.models.execution import ExecutionOptions
@@ -183,9 +182,7 @@ def train(model: Any, packed: bool) -> list[float]:
     for step in range(1, 6):
         # The second micro-batch of every step has no loss token.
         batches = [make_batch(packed, step, loss_share) for loss_share in (0.7, 0.0, 0.4)]
-        batches = [batch.to(torch.device("cpu")) for batch in batches]
-        count = sum(int((batch.labels != -100).sum()) for batch in batches)
-        batch = StepBatch(batches, samples=18, tokens=0, loss_tokens=count, padding=0, first_sample=0)
+        batch = step_batch([batch.to(torch.device("cpu")) for batch in batches])
         losses.append(train_step(runner, optimizer, batch, step, 3e-3, 1.0).loss)
     return losses
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 from parity import relative
 from precision import (
@@ -26,10 +26,10 @@ from precision import (
     make_optimizer,
     open_runner,
     random_sequences,
-    step_batch,
     sum_of_micro_batches,
+    train_losses,
 )
-from steps import train_step
+from steps import step_batch, train_step
 from tiny import TINY_LLAMA, make_llama
 from torchstone import api
 from torchstone.checkpoint.save import hf_state_dict
@@ -37,7 +37,6 @@ from torchstone.config import load_config
 from torchstone.data.collate import MicroBatch, collate
 from torchstone.models.master_weights import MasterWeights
 from torchstone.observe.metrics import read_metrics
-from torchstone.parallel.fsdp import mixed_precision_policy
 from torchstone.training.run import Callback, Run
 from torchstone.training.step import compute_gradients, optimizer_step
 
@@ -62,21 +61,14 @@ def random_batches(seed: int, count: int = 8) -> list[MicroBatch]:
     return batches
 
 
-def train_losses(folder: Path, precision: str, **execution: Any) -> list[float]:
-    """The losses of ten steps, which have the same two batches in turn."""
+def losses_of_steps(folder: Path, precision: str, **execution: Any) -> list[float]:
+    """Ten steps, which have the same two batches in turn."""
     with open_runner(folder, CUDA, precision, {}, **execution) as runner:
-        optimizer, losses = make_optimizer(runner), []
-        for step in range(1, 11):
-            batch = step_batch(random_batches(step % 2, count=2))
-            losses.append(train_step(runner, optimizer, batch, step, LEARNING_RATE, 1.0).loss)
-    return losses
+        return train_losses(runner, [step_batch(random_batches(step % 2, count=2)) for step in range(1, 11)])
 
 
 class TestMixedPrecisionDtypes:
     def test_fsdp2_mixed_precision_dtypes(self, folder: Path) -> None:
-        assert mixed_precision_policy("bf16") == MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
         activations: list[torch.dtype] = []
         gradients: dict[str, torch.dtype] = {}
         with open_runner(folder, CUDA, "bf16", {}) as runner:
@@ -122,7 +114,7 @@ class TestMixedPrecisionDtypes:
 
 class TestMixedPrecisionNumbers:
     def test_every_loss_is_within_two_percent_of_fp32(self, folder: Path) -> None:
-        mixed, exact = train_losses(folder, "bf16"), train_losses(folder, "fp32", attention="eager")
+        mixed, exact = losses_of_steps(folder, "bf16"), losses_of_steps(folder, "fp32", attention="eager")
         assert mixed == pytest.approx(exact, rel=0.02)
         assert mixed != exact
         assert mixed[-1] < 0.9 * mixed[0]
@@ -132,8 +124,8 @@ class TestMixedPrecisionNumbers:
         ids=str,
     )  # fmt: skip
     def test_execution_changes_losses_by_no_more_than_bf16_does(self, folder: Path, execution: dict[str, Any]) -> None:
-        exact = train_losses(folder, "fp32", attention="eager")
-        plain, other = train_losses(folder, "bf16"), train_losses(folder, "bf16", **execution)
+        exact = losses_of_steps(folder, "fp32", attention="eager")
+        plain, other = losses_of_steps(folder, "bf16"), losses_of_steps(folder, "bf16", **execution)
         bf16_error = max(map(relative, plain, exact))
         assert max(map(relative, other, plain)) <= 2 * bf16_error + 1e-3
 

@@ -27,17 +27,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from precision import (
-    LEARNING_RATE,
-    Tensors,
-    distances,
-    full_gradients,
-    make_optimizer,
-    open_runner,
-    random_sequences,
-    step_batch,
-)
-from steps import train_step
+from precision import Tensors, distances, full_gradients, open_runner, random_sequences, rank_batch, train_losses
 from tiny import TINY_LLAMA, make_llama
 from torchstone import api
 from torchstone.config.schema import ParallelConfig, SystemConfig
@@ -79,12 +69,9 @@ def train(folder: Path, device: torch.device) -> dict[str, Any]:
 def take_steps(folder: Path, device: torch.device, parallel: dict[str, Any] = FSDP2) -> tuple[Tensors, list[float]]:
     """The gradients of the first step, and the losses of all. The ranks share the rows of a step."""
     with open_runner(folder / "model", device, "fp32", parallel, attention="eager") as runner:
-        own = slice(runner.ctx.dp_rank, None, runner.ctx.dims.dp)
-        gradients = full_gradients(runner, step_batch(micro_batches(0)[own], micro_batches(0)))
-        optimizer, losses = make_optimizer(runner), []
-        for step in range(1, STEPS + 1):
-            batch = step_batch(micro_batches(step % 2)[own], micro_batches(step % 2))
-            losses.append(train_step(runner, optimizer, batch, step, LEARNING_RATE, 1.0).loss)
+        gradients = full_gradients(runner, rank_batch(runner, micro_batches(0)))
+        batches = [micro_batches(step % 2) for step in range(1, STEPS + 1)]
+        losses = train_losses(runner, [rank_batch(runner, each) for each in batches])
     return {name: gradient.cpu() for name, gradient in gradients.items()}, losses
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,6 @@ class ForbidSync(Callback):
 
     def on_step_begin(self, run: Run, step: int) -> None:
         torch.cuda.set_sync_debug_mode("error" if 2 < step < STEPS else "default")
-
-
-@pytest.fixture
-def sync_mode() -> Iterator[None]:
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.usefixtures("sync_mode")

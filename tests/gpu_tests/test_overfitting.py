@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from steps import step_batch
 from torchstone import api
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.config import load_config
@@ -35,9 +36,7 @@ def make_sequences() -> list[TokenSequence]:
 
 
 def make_step_batch(sequences: list[TokenSequence]) -> StepBatch:
-    micro_batches = [collate([[sequence]], pad_id=0) for sequence in sequences]
-    count = sum(int((batch.labels != -100).sum()) for batch in micro_batches)
-    return StepBatch(micro_batches, len(sequences), 0, count, 0, 0)
+    return step_batch([collate([[sequence]], pad_id=0) for sequence in sequences])
 
 
 class TestSingleSampleOverfitting:

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from exact_runs import StopAt
+from hooks import on
 from tiny import write_rows
 from torchstone import api
 from torchstone.config import load_config
 from torchstone.observe.metrics import read_metrics
-from torchstone.training.run import Callback, Run
+from torchstone.training.run import Callback
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -23,16 +25,6 @@ Settings = Callable[..., dict[str, Any]]
 def losses(overrides: dict[str, Any], *callbacks: Callback) -> list[float]:
     api.train(load_config(overrides=overrides), callbacks=callbacks)
     return [line["loss"] for line in read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")]
-
-
-class GraphCounter(Callback):
-    """The number of graphs compiled so far, after every step."""
-
-    def __init__(self) -> None:
-        self.graphs: list[int] = []
-
-    def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-        self.graphs.append(counters["stats"]["unique_graphs"])
 
 
 class TestCompiledGraphs:
@@ -52,18 +44,19 @@ class TestCompiledGraphs:
         rows = [{"prompt": "a question", "completion": answer} for answer in answers]
         torch.compiler.reset()
         counters.clear()
-        counter = GraphCounter()
+        # The number of graphs compiled so far, after every step.
+        graphs: list[int] = []
         base = {
             "data__path": str(write_rows(tmp_path / "rows.jsonl", rows)), "data__context_length": 512,
             "training__global_batch_size": 9, "training__precision": "bf16", "model__compile": "block",
             "training__max_steps": None if "training__max_epochs" in changes else 12, "system__device": "cuda",
         }  # fmt: skip
         overrides = settings(**base | changes)
-        values = losses(overrides, counter)
+        values = losses(overrides, on(step=lambda *_: graphs.append(counters["stats"]["unique_graphs"])))
         lines = read_metrics(Path(overrides["output_dir"]) / "metrics.jsonl")
         assert len({line["padding"] + line["tokens"] for line in lines}) > 2, "the steps have the same shapes"
         assert len(values) >= 7
-        assert 0 < counter.graphs[0] <= counter.graphs[1] == counter.graphs[-1]
+        assert 0 < graphs[0] <= graphs[1] == graphs[-1]
 
 
 class TestSingleGPUTraining:
@@ -113,16 +106,11 @@ class TestSingleGPUTraining:
     def test_a_resumed_run_equals_an_uninterrupted_one(
         self, settings: Settings, tmp_path: Path, packing: bool, precision: str
     ) -> None:
-        class Stop(Callback):
-            def on_step(self, run: Run, metrics: dict[str, Any]) -> None:
-                if metrics["step"] == 4:
-                    run.stop("step 4")
-
         changes = {"system__device": "cuda", "training__max_steps": 9, "data__packing": packing}
         changes["training__precision"] = precision
         uninterrupted = settings(output_dir=str(tmp_path / "uninterrupted"), **changes)
         resumed = settings(output_dir=str(tmp_path / "resumed"), **changes)
-        assert len(losses(resumed, Stop())) == 4
+        assert len(losses(resumed, StopAt(4))) == 4
         assert losses(resumed) == losses(uninterrupted)
         name = "checkpoints/step-00000009/model.safetensors"
         assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "uninterrupted" / name).read_bytes()

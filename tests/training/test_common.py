@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from layouts import CPU, Case, Shard, ShardedSide, assert_shards_in, read_tensors, reference_of
 from sides import MAX_NORM, collated
-from steps import train_step
+from steps import step_batch, train_step
 from tiny_families import make_model
 from torchstone.checkpoint import model_folder
 from torchstone.checkpoint.export import export_model
@@ -115,10 +115,9 @@ class TestCommonTrainingFeatures(DistributedTest):
     def batch(self, side: ShardedSide, accumulation: int) -> StepBatch:
         """This rank's sequences of the reference's first step, in `accumulation` micro-batches."""
         sequences = [sequence for batch in side.steps[0] for sequence in batch]
-        loss_tokens = sum(label != -100 for _, labels in sequences for label in labels[1:])
         own = sequences[side.ctx.dp_rank :: side.ctx.dims.dp]
         micro_batches = collated([own[number::accumulation] for number in range(accumulation)], True, 32)
-        return StepBatch(micro_batches, samples=0, tokens=0, loss_tokens=loss_tokens, padding=0, first_sample=0)
+        return step_batch(micro_batches, collated([sequences], True))
 
     def global_norm(self, side: ShardedSide) -> float:
         """The norm of the full gradients, each counted once over all stages."""

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import parity
+from parity import load_transformers
 from selection import the_rest
 from sides import OurSide, both_sides
 from tiny_families import CAPPED, CASES, LENGTH_DEPENDENT, SHAPES, VOCABULARY, make_model
@@ -42,28 +43,6 @@ def with_the_rest(cases: list[Any], by_default: list[Any]) -> list[Any]:
     return [pytest.param(case, id="-".join(case), marks=() if case in by_default else the_rest) for case in cases]
 
 
-def load_reference(folder: Path, attention: str = "eager", dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Transformers' model. Its eager kernel is the only one that computes every family, soft caps included."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation=attention).eval()
-    _reset_dynamic_rope(model)
-    return model
-
-
-def _reset_dynamic_rope(model: nn.Module) -> None:
-    """Transformers' dynamic RoPE depends on the longest row it has seen; this makes every batch the first."""
-
-    def reset(module: nn.Module, _: Any) -> None:
-        # A hook of the module, so that it holds for copies of the model too.
-        module.max_seq_len_cached = module.original_max_seq_len
-        module.inv_freq = module.original_inv_freq
-
-    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
-    if getattr(rotary, "rope_type", None) == "dynamic":
-        rotary.register_forward_pre_hook(reset)
-
-
 def ids_and_positions(length: int = 40) -> tuple[Tensor, Tensor]:
     ids = torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0))
     return ids, torch.arange(length).expand(2, length)
@@ -76,7 +55,7 @@ def test_custom_modeling_matches_original(case: Case, attention: str, folder_of:
     model = load_model(folder_of(case), CPU, execution=ExecutionOptions(implementation="native", attention=attention))
     with torch.no_grad():
         logits = model.module(ids, positions)
-    parity.assert_same_logits(logits, load_reference(folder_of(case)), ids)
+    parity.assert_same_logits(logits, load_transformers(folder_of(case)), ids)
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
@@ -88,7 +67,7 @@ def test_fusion_changes_neither_logits_nor_files(case: Case, fusion: str, folder
     assert ("layers.0.attention.wqkv.weight" in names) == ("qkv" in FUSIONS[fusion])
     with torch.no_grad():
         logits = model.module(ids, positions)
-    parity.assert_same_logits(logits, load_reference(folder_of(case)), ids)
+    parity.assert_same_logits(logits, load_transformers(folder_of(case)), ids)
     save_model(model, tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == (folder_of(case) / "model.safetensors").read_bytes()
 
@@ -100,7 +79,7 @@ def sides(
     attention = "eager" if case[0] == "gemma2" else "sdpa"
     reference, ours = both_sides(folder, packed, settings, execution, attn_implementation=attention)
     reference.one_by_one = case in LENGTH_DEPENDENT
-    _reset_dynamic_rope(reference.model)
+    parity.reset_dynamic_rope(reference.model)
     return reference, ours
 
 
@@ -200,9 +179,9 @@ def test_bf16_is_as_close_to_transformers_as_its_own_backends(case: Case, folder
     model = load_model(folder, CPU, torch.bfloat16, ExecutionOptions(implementation="native", attention="eager"))
     with torch.no_grad():
         logits = model.module(ids, positions).float()
-        eager = load_reference(folder, "eager", torch.bfloat16)(ids).logits.float()
+        eager = load_transformers(folder, "eager", torch.bfloat16)(ids).logits.float()
         # Gemma 2's soft caps have no second backend: there the distance is that between bf16 and fp32.
-        sdpa = load_reference(folder, "sdpa", torch.bfloat16) if case[0] != "gemma2" else load_reference(folder)
+        sdpa = load_transformers(folder, "sdpa", torch.bfloat16) if case[0] != "gemma2" else load_transformers(folder)
         other = sdpa(ids).logits.float()
     assert (logits - eager).norm().item() <= (eager - other).norm().item()
 
@@ -227,7 +206,7 @@ def test_custom_model_resize_embedding(case: Case, folder_of: FolderOf, tmp_path
     ids, positions = torch.tensor([[5, 97, 3, 100]]), torch.arange(4)[None]
     with torch.no_grad():
         logits = model.module(ids, positions)
-    reference = load_reference(tmp_path)
+    reference = load_transformers(tmp_path)
     parity.assert_same_logits(logits, reference, ids)
     assert (reference.config.vocab_size, reference.config.pad_token_id, reference.config.eos_token_id) == (104, 3, 100)
 
@@ -246,7 +225,7 @@ def main() -> None:
                 "family": case[0],
                 "shape": case[1],
                 "rows": "packed" if packed else "padded",
-                "logits": parity.assert_same_logits(logits, load_reference(folder), ids),
+                "logits": parity.assert_same_logits(logits, load_transformers(folder), ids),
             }
             figures |= {kind: locked.worst(kind) for kind in ("loss", "norm", "gradient")}
             print(json.dumps(figures | {"free_loss": free.worst("loss"), "free_weight": free.worst("weight")}))
