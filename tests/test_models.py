@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tiny import edit_config, make_llama
+from tiny_families import make_model
 from torchstone.checkpoint.model_folder import load_model
 from torchstone.config.schema import ModelConfig
 from torchstone.errors import UsageError
@@ -56,6 +57,17 @@ def test_a_config_that_the_decoder_does_not_support_is_refused(
     edit_config(folder, **changes)
     with pytest.raises(UsageError, match=expected):
         load_model(folder, CPU, execution=ExecutionOptions(implementation="native"))
+
+
+def test_windows_on_which_transformers_disagrees_run_in_the_fallback(tmp_path: Path) -> None:
+    """Its eager and sdpa attention apply SmolLM3's layer_types, its flash attention wants use_sliding_window."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    folder = make_model(tmp_path / "smollm3", "smollm3", "windows", layer_types=kinds)
+    assert load_model(folder, CPU).implementation == "native"
+    edit_config(folder, use_sliding_window=False)
+    with pytest.raises(UsageError, match="windows without use_sliding_window"):
+        load_model(folder, CPU, execution=ExecutionOptions(implementation="native"))
+    assert load_model(folder, CPU).implementation == "fallback"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from caches import cache_rows
-from tiny import chat_row, write_rows
+from tiny import chat_row, flags, write_rows
+from torchstone import api
 from torchstone.api import prepare
 from torchstone.atomic import translate_os_errors
 from torchstone.data import render_limits
@@ -20,6 +22,7 @@ from torchstone.data.template import ChatTemplate
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
 from torchstone.data.train_tokenizer import save_tokenizer, train_tokenizer
 from torchstone.errors import DataError, UsageError
+from torchstone.observe.metrics import read_metrics
 
 LETTERS = {"<s>": 0, "</s>": 1, "A": 2, "C": 3, "G": 4, "T": 5}
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -290,3 +293,46 @@ class TestSaving:
         with pytest.raises(UsageError, match="cannot be saved in a file of that name"):
             load_tokenizer(folder)
         assert load_tokenizer(folder, "chatml").template.source
+
+
+def test_a_run_keeps_a_tokenizer_that_transformers_replaces(
+    torchstone: Callable[..., tuple[int, str, str]], settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Beside a Qwen2 model, AutoTokenizer splits numbers into digits, whatever tokenizer.json says."""
+    rows = [{"text": " ".join(f"the sum is {n * k}" for k in range(1, 12))} for n in range(7000, 7060)]
+    train, valid = (write_rows(tmp_path / name, part) for name, part in (("a", rows[:50]), ("b", rows[50:])))
+    shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)
+    assert torchstone("tokenizer", "train", tmp_path / "tokenizer", "--data", train, "--vocab-size", "400")[0] == 0
+    values = settings(
+        model__family="qwen2", model__tokenizer=str(tmp_path / "tokenizer"), data__path=str(train),
+        data__validation_path=str(valid), data__packing=False, data__context_length=128, training__max_steps=2,
+        observe__console="lines",
+    )  # fmt: skip
+    code, _, err = torchstone("train", *flags(values))
+    assert (code, "AutoTokenizer makes other tokens of a text than this tokenizer" in err) == (0, True), err
+    checkpoint = tmp_path / "run/checkpoints/step-00000002"
+    _, output, _ = torchstone("evaluate", tmp_path / "run", "--data", valid, "--data.context_length", "128", "--json")
+    expected = read_metrics(tmp_path / "run/metrics.jsonl")[-1]["val_loss"]
+    assert json.loads(output)["loss"] == pytest.approx(expected, rel=1e-6)
+    # A resumed run has the same samples.
+    code, _, err = torchstone("train", *flags(values | {"training.max_steps": 3}))
+    assert (code, "resuming from" in err) == (0, True), err
+    code, output, _ = torchstone("export", checkpoint, tmp_path / "hf", "--json")
+    assert code == 0
+    assert "PreTrainedTokenizerFast.from_pretrained(FOLDER)" in json.loads(output)["warnings"][0]
+    text = rows[0]["text"]
+    ids = load_tokenizer(tmp_path / "tokenizer").encode(text)
+    assert load_tokenizer(tmp_path / "hf").encode(text) == ids
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf").encode(text, add_special_tokens=False) == ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").encode(text, add_special_tokens=False) != ids
+
+
+def test_a_run_with_a_tokenizer_without_words_can_be_exported(
+    letters: Callable[..., Tokenizer], settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = letters().path
+    data = write_rows(tmp_path / "dna.jsonl", [{"text": "GATTACA" * 9}] * 20)
+    api.train(overrides=settings(model__tokenizer=folder, data__path=str(data), training__max_steps=1))
+    result = api.export(str(tmp_path / "run"), tmp_path / "hf")
+    assert result["verified"]
+    assert result["max_logit_difference"] < 1e-5
