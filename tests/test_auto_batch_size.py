@@ -850,6 +850,31 @@ class TestRanks:
         launch_procs(train_with_synthetic_sizes, 2, values)
         assert (state_of(values)["identity"]["model.recompute"], state_of(values)["size"]) == ("selective", 8)
 
+    def test_they_do_not_try_a_row_that_is_not_expected_to_fit(self, settings: Settings) -> None:
+        """The rank that runs out of memory would leave the others waiting."""
+        values = settings(
+            training__batch_size=1, training__global_batch_size=4, training__max_steps=1, model__depth=8,
+            data__context_length=256, parallel__dp_replicate=2,
+        )  # fmt: skip
+        needed = {
+            recompute: api.plan(overrides=values | {"model.recompute": recompute})["memory"]["total"]
+            for recompute in ("none", "full")
+        }
+        limit = int(1.1 * needed["full"])
+        assert 0.97 * limit < needed["none"]
+        values |= {"training.batch_size": "auto", "auto_batch.memory_limit": str(limit), "auto_batch.margin": 1}
+        launch_procs(train_unless_a_row_is_tried, 2, values)
+        assert state_of(values)["identity"]["model.recompute"] != "none"
+
+
+def train_unless_a_row_is_tried(values: dict[str, Any]) -> None:
+    def measure(probe: RunProbe, size: int) -> tuple[int, Measurement]:
+        assert probe.run.model.choices["model.recompute"].value != "none"
+        return size << 20, Measurement(size / 2, size)
+
+    with patch.object(RunProbe, "measure", measure):
+        api.train(overrides=values)
+
 
 def train_with_synthetic_sizes(values: dict[str, Any]) -> None:
     with patch.object(RunProbe, "measure", partialmethod(measure_two_or_eight_rows, True)):

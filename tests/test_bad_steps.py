@@ -21,6 +21,7 @@ from torch import Tensor
 
 from exact_runs import StopAt, exact_metrics, saved_tensors
 from test_defaults import DelayedLog
+from test_out_of_memory import Memory
 from torchstone import api
 from torchstone.checkpoint.save import hf_name
 from torchstone.config.schema import DebugConfig
@@ -289,6 +290,16 @@ def test_a_rollback_leaves_out_the_data_since_the_checkpoint(settings: Settings,
     log = (a / "run/logs/rank-0.log").read_text()
     assert "continuing from sample 8; the data in between is skipped" in log
     assert "changed since" not in log, "no setting has changed"
+
+
+def test_a_rollback_keeps_the_limit_of_micro_batches(settings: Settings, tmp_path: Path) -> None:
+    """Memory runs out in step 3, after the checkpoint that step 4 goes back to: not once more."""
+    memory = Memory(112, first=3)
+    values = plain(settings, tmp_path, range(16), debug__on_nan="rollback")
+    api.train(None, values, callbacks=[memory, Plant("weight", 4)])
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert memory.failures == [3]
+    assert [(line["rollbacks"], line["oom_splits"]) for line in lines][-1] == (1, 1)
 
 
 def test_a_signal_before_a_rollback_is_not_lost(settings: Settings, tmp_path: Path) -> None:

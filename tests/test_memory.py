@@ -282,8 +282,10 @@ class TestHint:
         )
         hint = describe_fit(run)
         if world_size == 2:
-            assert "which needs about" not in hint
-            assert hint.endswith("or a shorter --data.context_length in a new run, or a smaller model")
+            # It does not know the buffers of collectives, nor what fits.
+            assert re.match(r"these changes save most: 1\. (.*?) \(.* less\), 2\. (.*?) \(.*\), 3\. ", hint), hint
+            assert "about" not in hint
+            assert "fits" not in hint
         else:
             flags = "--training.max_tokens_per_gpu 1024" if is_packed else "--training.batch_size 1"
             assert hint.startswith(f"use --model.recompute full and {flags} --training.global_batch_size 128, which")

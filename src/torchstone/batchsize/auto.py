@@ -79,14 +79,14 @@ def choose_micro_batch(run: Run, before: MeasuredRun | None = None) -> MeasuredR
 def _find_size(run: Run, before: MeasuredRun) -> tuple[int, MeasuredRun]:
     recompute: Recompute = run.model.choices["model.recompute"].value
     is_first, is_auto = not before.seconds, run.config.model.recompute == "auto"
-    if is_first and is_auto and run.ctx.world_size > 1 and recompute != "full":
+    discovery = Discovery(run, may_recompute=recompute != "full" and is_auto)
+    if is_first and discovery.may_recompute and run.ctx.world_size > 1 and discovery.cached.entry(1) is None:
         # Several ranks cannot go on after one of them ran out of memory.
         forecast = _forecast(run)
         if forecast.is_out_of_memory and forecast.recompute != recompute:
             reason = f"with {recompute} not even one row is expected to fit"
             run.console.warn(f"model.recompute {forecast.recompute}: {reason}")
             return 0, MeasuredRun({recompute: math.inf}, Choice(forecast.recompute, reason))
-    discovery = Discovery(run, may_recompute=recompute != "full" and is_auto)
     try:
         size = discovery.find()
     except DoesNotFitError as error:

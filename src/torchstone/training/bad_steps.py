@@ -81,6 +81,8 @@ class RollBack(Exception):
         super().__init__(reason)
         self.samples, self.checkpoint, self.stop_request = samples, run.checkpoint, run.stop_request
         self.nan_reports = run.nan_reports
+        # A limit that was found since the checkpoint.
+        self.micro_batch_limit, self.oom_splits = run.progress.micro_batch_limit, run.progress.oom_splits
 
 
 class Rollbacks:
@@ -93,7 +95,8 @@ class Rollbacks:
         self.checkpoint: Path | None = None
         self.samples = 0
         self.stop_request: StopRequest | None = None
-        self.nan_reports = 0
+        self.nan_reports = self.oom_splits = 0
+        self.micro_batch_limit: int | None = None
 
     def add(self, request: RollBack, console: Console) -> None:
         """Raises NumericalError if the run has gone back to this checkpoint often enough."""
@@ -106,6 +109,7 @@ class Rollbacks:
             )
         self.checkpoint, self.samples, self.stop_request = request.checkpoint, request.samples, request.stop_request
         self.nan_reports = request.nan_reports
+        self.micro_batch_limit, self.oom_splits = request.micro_batch_limit, request.oom_splits
         start = "the start of the run" if request.checkpoint is None else request.checkpoint
         console.warn(
             f"{request}; rolling back to {start} and continuing from sample {request.samples}; the data in between is "
@@ -132,6 +136,7 @@ class Rollbacks:
         progress.skipped_tokens += int(run.data.train.lengths[left_out].sum())
         # The checkpoint has those before it.
         progress.rollbacks += self.repeated
+        progress.micro_batch_limit, progress.oom_splits = self.micro_batch_limit, self.oom_splits
         run.schedule = plan_schedule(run.config, run.data, progress)
 
 

@@ -1,6 +1,7 @@
 """Which change would make a training step fit on a GPU, by the memory model of parallel/memory_estimate.py.
 
-Weights, gradients and moments are those of the run. The estimate is for the native decoder in one process.
+Weights, gradients and moments are those of the run. The estimate is for the native decoder, without pipelines. Of
+several ranks it knows what each change saves on one of them, but not the buffers of their collectives.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def possible_changes(
         Change(f"{text} in a new run", smaller)
         for text, smaller in smaller_states(config, model, sizes, run.runner.projection)
     ]
-    if run.device.type == "cuda" and config.tuning.quantize_base == "none":
-        # Every rank has all of a quantized base.
+    if run.device.type == "cuda" and config.tuning.quantize_base == "none" and run.ctx.world_size == 1:
+        # Every rank would have all of a quantized base.
         changes.append(_shard(sizes, memory))
     return changes
 
@@ -137,12 +138,12 @@ def smaller_states(
     precision = SMALLER_PRECISION.get(config.training.precision)
     if precision is not None:
         # A trained weight, its gradients and moments have half the bytes; a frozen one is computed with as it is.
-        frozen = frozen_bytes(model, projection)
+        unchanged = frozen_bytes(model, projection)
         yield (
             f"--training.precision {precision}",
             replace(
                 sizes,
-                state_bytes=(sizes.state_bytes - frozen) // 2 + 2 * frozen // sizes.itemsize,
+                state_bytes=(sizes.state_bytes - unchanged) // 2 + 2 * unchanged // sizes.itemsize,
                 gradient_bytes=2 * sizes.gradient_bytes // sizes.itemsize,
                 accumulation_bytes=0,
                 itemsize=2,
@@ -150,13 +151,16 @@ def smaller_states(
         )
     if config.tuning.method == "full" and config.model.path is not None:
         # Without the adapters, which are small.
-        state = sizes.itemsize * model.parameter_count
+        state = sizes.itemsize * sum(to_local(parameter).numel() for _, parameter in model.named_parameters())
         changed = replace(sizes, state_bytes=state, gradient_bytes=0, accumulation_bytes=0, trains_head=False)
         yield "--tuning.method lora", changed
-    if config.tuning.method == "lora" and config.tuning.quantize_base == "none":
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not p.requires_grad}
-        weights = sum(math.prod(shapes[f"{linear}.weight"]) for linear in block_linears(shapes))
-        saved = int(weights * (sizes.itemsize - bytes_per_weight("nf4")))
+    if config.tuning.method == "lora" and config.tuning.quantize_base == "none" and sizes.tp == 1:
+        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        linears = block_linears({name: tuple(parameter.shape) for name, parameter in frozen.items()})
+        weights = [frozen[f"{linear}.weight"] for linear in linears]
+        # Every rank has all of a quantized base.
+        quantized = sum(weight.numel() for weight in weights) * bytes_per_weight("nf4")
+        saved = int(sum(to_local(weight).numel() for weight in weights) * sizes.itemsize - quantized)
         yield "--tuning.quantize_base nf4", replace(sizes, state_bytes=sizes.state_bytes - saved)
 
 
@@ -206,15 +210,18 @@ def describe_fit(run: Run, shape: Sequence[int] | None = None, is_measured: bool
     flags = partial(size_flags, batch, training, context_length)
     phase = current_phase()
     is_step = phase.startswith(("computing step", UPDATING, FINDING_BATCH_SIZE))
-    if not isinstance(model, NativeModel) or run.ctx.world_size > 1 or not is_step:
+    if not isinstance(model, NativeModel) or run.ctx.dims.pp > 1 or not is_step:
         return _what_helps(model, flags(rows // 2) if rows > 1 else None)
     sizes = _step_sizes(run, model, rows, row_tokens, bool(accumulates))
-    memory = available_memory(device) if device.type == "cuda" else None
+    is_alone = run.ctx.world_size == 1
+    memory = available_memory(device) if device.type == "cuda" and is_alone else None
+    is_measured = is_measured or not is_alone
     if phase.startswith(UPDATING):
         # The update needs no activations.
         sizes = replace(sizes, rows=1, row_tokens=1)
         changes = possible_changes(run, sizes, flags, memory)
-        return rank_changes(sizes, [each for each in changes if each.sizes.state_bytes < sizes.state_bytes], memory)
+        changes = [each for each in changes if each.sizes.state_bytes < sizes.state_bytes]
+        return rank_changes(sizes, changes, memory, not is_alone)
     ranking = rank_changes(sizes, possible_changes(run, sizes, flags, memory), memory, is_measured)
     if memory is None:
         return ranking
@@ -241,6 +248,8 @@ def _step_sizes(run: Run, model: NativeModel, rows: int, row_tokens: int, accumu
         has_mask=run.data.packed or model.decoder_config.min_window is not None,
         trains_head=model.tuning is None or model.tuning.is_trained(HEAD),
         has_fused_lora=isinstance(model.tuning, LoraPlan),
+        tp=run.ctx.dims.tp,
+        sequence=run.config.parallel.sequence,
     )
 
 
