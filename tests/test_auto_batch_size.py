@@ -425,6 +425,8 @@ class TestRuns:
         # The run goes on in the same way.
         code, _, err = torchstone("train", *flags(values | limit | {"training.max_steps": 3}))
         assert (code, "recompute: full (as in the checkpoint)" in err) == (0, True), err
+        _, _, printed = torchstone("train", *flags(values | limit | {"training.max_steps": 4}), "--print-config")
+        assert "model.recompute full (as in the checkpoint)" in printed
         assert "Auto-discovery found device_batch_size=1 in " in err
         assert "WARNING" not in err.replace("training.max_steps 2 is now 3", "").replace("WARNING | changed since", "")
         tiny = {"auto_batch.memory_limit": used["full"] // 2, "output_dir": str(tmp_path / "other")}

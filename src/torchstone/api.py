@@ -94,7 +94,13 @@ from torchstone.parallel.mesh import (
 from torchstone.training import run_folder
 from torchstone.training.bad_steps import RollBack, Rollbacks
 from torchstone.training.checks import check_memory, free_device_memory, translate_out_of_memory
-from torchstone.training.defaults import check_compile, choose_precision, execution_options, with_precision
+from torchstone.training.defaults import (
+    check_compile,
+    choose_precision,
+    execution_options,
+    recorded_recompute,
+    with_precision,
+)
 from torchstone.training.evaluate import AnswerOptions, evaluate_file
 from torchstone.training.generation import (
     DEFAULT_TEMPERATURE,
@@ -278,7 +284,8 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
     `world_size`: None if it is not known.
     """
     later = "what auto means is decided when the run starts"
-    checkpoint, identity = _resumed_checkpoint(config)
+    checkpoint, state = _resumed_checkpoint(config)
+    identity = state.get("identity", {})
     path = checkpoint or (None if config.model.path is None else Path(config.model.path))
     if path is not None and (checkpoints := list_checkpoints(path / CHECKPOINTS)):
         path = checkpoints[-1][1]
@@ -298,7 +305,8 @@ def describe_defaults(config: Config, world_size: int | None = 1) -> str:
         config = with_precision(config, precision)
         if checkpoint is not None:
             _check_resumable(config, identity, checkpoint)
-        execution, dtype = execution_options(config, ctx, device), COMPUTE_DTYPE[precision.value]
+        execution = execution_options(config, ctx, device, recorded_recompute(config, state, device, ctx))
+        dtype = COMPUTE_DTYPE[precision.value]
         quantized = 0 if path is None else quantized_parameter_count(config, path, execution)
         if path is None:
             hf_config = build_sized_hf_config(config.model, vocab_size=8, context_length=8)
@@ -341,13 +349,13 @@ def _one_line(error: TorchstoneError) -> str:
 
 
 def _resumed_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint that the run would resume, if there is one, and its identity. Its files are not verified."""
+    """The checkpoint that the run would resume, if there is one, and its state. Its files are not verified."""
     resume, folders = config.checkpoint.resume, list_checkpoints(Path(config.output_dir) / CHECKPOINTS)
     named = [] if resume == "auto" else [named_checkpoint_folder(resume)]
     candidates = [folder for _, folder in reversed(folders)] or named
     for folder in candidates if resume != "never" else ():
         with suppress(TorchstoneError):
-            return folder, read_state(folder).get("identity", {})
+            return folder, read_state(folder)
     return None, {}
 
 

@@ -122,7 +122,8 @@ class ModelConfig:
 
     recompute: Literal["auto", "none", "elementwise", "selective", "full"] = "auto"
     """Activation checkpointing: recompute each block (full), all but attention and half the matmuls (selective), or
-    norms and gated activations (elementwise); auto is elementwise in compiled blocks, which costs almost no time."""
+    norms and gated activations (elementwise). auto is elementwise in compiled blocks, which costs almost no time; with
+    training.batch_size auto it is more where larger micro-batches are then faster, or nothing else fits."""
 
     compile: Literal["auto", "none", "block", "whole"] = "auto"
     """torch.compile of each block, or of the whole model; auto is block on a GPU unless the run is too short."""
