@@ -26,8 +26,8 @@ import torch
 from torch._dynamo.callback import on_compile_end, on_compile_start
 from train import write_tokenizer, write_tokens
 
-from torchstone.batchsize.discovery import Discovery
 from torchstone.batchsize.probe import RunProbe
+from torchstone.batchsize.run_discovery import Discovery
 from torchstone.config.load import load_config
 from torchstone.data.loader import StepBatch
 from torchstone.observe.console import Console

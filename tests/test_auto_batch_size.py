@@ -26,8 +26,8 @@ from torchstone import api, discover_batch_size
 from torchstone.batchsize import probe
 from torchstone.batchsize.auto import choose_micro_batch, remember_out_of_memory
 from torchstone.batchsize.cache import Entry, read_entries, write_entries
-from torchstone.batchsize.discovery import Discovery, cache_key, is_wanted
 from torchstone.batchsize.probe import ModuleProbe, RunProbe
+from torchstone.batchsize.run_discovery import Discovery, cache_key, is_wanted
 from torchstone.batchsize.search import (
     Measurement,
     expected_load,

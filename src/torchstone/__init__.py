@@ -40,7 +40,7 @@ _BATCHSIZE_NAMES = ["discover_batch_size"]
 _MODULES = (
     dict.fromkeys(_API_NAMES, "torchstone.api")
     | dict.fromkeys(_DATA_NAMES, "torchstone.data")
-    | dict.fromkeys(_BATCHSIZE_NAMES, "torchstone.batchsize.discover")
+    | dict.fromkeys(_BATCHSIZE_NAMES, "torchstone.batchsize.module_discovery")
 )
 __all__ = [*_API_NAMES, *_DATA_NAMES, *_BATCHSIZE_NAMES]
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from torchstone import heartbeat, hub
 from torchstone.batchsize.auto import choose_micro_batch, remember_out_of_memory
-from torchstone.batchsize.discovery import is_wanted
 from torchstone.batchsize.plan import Plan, make_plan
+from torchstone.batchsize.run_discovery import is_wanted
 from torchstone.checkpoint.export import export_model
 from torchstone.checkpoint.load import (
     CHECKPOINTS,

@@ -14,10 +14,10 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from torchstone.batchsize.cache import CachedProbe
-from torchstone.batchsize.discovery import Discovery, DoesNotFitError, cache_key, is_wanted, size_name
 from torchstone.batchsize.layout import estimate_layout
 from torchstone.batchsize.plan import make_plan
 from torchstone.batchsize.probe import SAFE_SHARE, RunProbe
+from torchstone.batchsize.run_discovery import Discovery, DoesNotFitError, cache_key, is_wanted, size_name
 from torchstone.checkpoint.load import read_state
 from torchstone.config.schema import AutoBatchConfig
 from torchstone.models.choice import Choice

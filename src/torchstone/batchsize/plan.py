@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from torchstone.batchsize.discovery import is_wanted
 from torchstone.batchsize.gpus import Gpu, find_gpu, own_gpu
 from torchstone.batchsize.layout import Job, Layout, estimate_layout, fits, largest_rows, row_counts
 from torchstone.batchsize.layouts import Search, recomputes, search_layouts
 from torchstone.batchsize.meta_model import MetaModel, build_meta_model, find_model_folder
 from torchstone.batchsize.rank_state import ModelState
+from torchstone.batchsize.run_discovery import is_wanted
 from torchstone.batchsize.run_length import RunLength, plan_length
+from torchstone.batchsize.search import fastest_size
 from torchstone.batchsize.speed import StepTime, predict_step
 from torchstone.config.schema import Config, parse_memory
 from torchstone.data.tokenize import Tokenizer, load_tokenizer
@@ -43,8 +44,6 @@ from torchstone.training.memory import USABLE, size_text
 from torchstone.training.setup import select_device, tokenizer_path
 from torchstone.wording import plural
 
-# The smallest size that reaches this share of the highest speed is recommended.
-NEARLY_FASTEST = 0.99
 # Another activation checkpointing must be predicted to be this many times as fast, because predictions have errors.
 MIN_GAIN = 1.1
 
@@ -276,9 +275,8 @@ def _recommended_rows(job: Job, layout: Layout, largest: int) -> int:
     """The fewest rows that are nearly as fast as the fastest; the largest if the speed is not known."""
     candidates = [rows for rows in row_counts(job, layout) if rows < largest] + [largest] * (largest > 0)
     times = {rows: predict_step(job, replace(layout, rows=rows)) for rows in candidates}
-    speeds = {rows: time.tokens_per_second for rows, time in times.items() if time is not None}
-    fastest = max(speeds.values(), default=0.0)
-    return min((rows for rows, speed in speeds.items() if speed >= NEARLY_FASTEST * fastest), default=largest)
+    seconds = {rows: time.seconds for rows, time in times.items() if time is not None}
+    return fastest_size(seconds, seconds.__getitem__) if seconds else largest
 
 
 def _notes(config: Config, job: Job, length: RunLength) -> list[str]:

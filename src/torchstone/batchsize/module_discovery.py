@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchstone.batchsize.cache import CachedProbe
-from torchstone.batchsize.discovery import package_versions
 from torchstone.batchsize.probe import MemoryBudget, ModuleProbe
+from torchstone.batchsize.run_discovery import package_versions
 from torchstone.batchsize.search import Measurements, SearchResult, fastest_size, find_largest, is_saturated
 from torchstone.config.schema import AutoBatchConfig, parse_memory
 from torchstone.errors import OutOfMemoryError, UsageError
