@@ -381,13 +381,13 @@ class TestRuns:
 
         def measure(probe: RunProbe, size: int) -> tuple[int, Measurement]:
             recomputes = probe.run.model.choices["model.recompute"].value != "none"
-            return size << 20, Measurement(size / 100 if recomputes else 9.0, size)
+            return size << 20, Measurement(size / 100 if recomputes else 9.0, 1 + size / 100)
 
         monkeypatch.setattr(RunProbe, "measure", measure)
         code, _, err = torchstone("train", *flags(values))
         assert (code, "micro-batches have at most 64 tokens: with more, this run was out of memory" in err) == (0, True)
-        # It has taken a size of less.
-        assert state_of(values)["size"] <= 2
+        # Four rows would be the fastest.
+        assert state_of(values)["size"] == 2
         assert read_limit(tmp_path / "run") is None
 
     def test_a_size_that_is_set_wins(self, torchstone: Command, settings: Settings) -> None:
@@ -667,11 +667,12 @@ class TestCache:
             file.write_text(json.dumps(content | {"measured": [wrong, *rest]}))
             assert find()[1] >= 2
 
-    def test_a_step_of_another_number_of_micro_batches_is_another_one(self, find: Any) -> None:
-        assert find(training__global_batch_size=2)[1] > 0
-        assert find(training__global_batch_size=2)[1] == 0
-        # Rows of a step that has one micro-batch of them, and of one that has several.
-        assert find(training__global_batch_size=8)[1] > 0
+    def test_a_step_of_another_number_of_micro_batches_is_another_one(self, find: Any, own_cache: Path) -> None:
+        """Gradients are summed if there are several."""
+        for samples, expected in ((2, {(2, 1)}), (8, {(2, 1), (2, 2)})):
+            find(training__global_batch_size=samples)
+            entries = json.loads(next(own_cache.iterdir()).read_text())["measured"]
+            assert {(entry["size"], entry["micro_batches"]) for entry in entries if entry["size"] == 2} == expected
 
     def test_the_key_has_what_changes_the_memory(self, settings: Settings, base_run: Path) -> None:
         changes: list[dict[str, Any]] = [

@@ -53,7 +53,9 @@ class CachedProbe:
         return self._measure(NO_SIZE, self.probe.measure_base).load
 
     def _measure(self, size: int, measure: Callable[[], tuple[int | None, Measurement]]) -> Measurement:
-        entry = self.entry(size)
+        # What ran out of memory in a smaller size does in this one.
+        failed = (each for each in self.entries if each.used is None and NO_SIZE < each.size <= size)
+        entry = min(failed, default=self.entry(size))
         if entry is not None and not self._is_outdated(entry):
             return self.probe.from_cache(entry.used, entry.seconds)
         try:
