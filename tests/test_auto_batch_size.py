@@ -429,6 +429,12 @@ class TestRuns:
         assert "model.recompute full (as in the checkpoint)" in printed
         assert "Auto-discovery found device_batch_size=1 in " in err
         assert "WARNING" not in err.replace("training.max_steps 2 is now 3", "").replace("WARNING | changed since", "")
+        # More than the margin is the last resort, too, as in a plan.
+        margin = {"auto_batch.memory_limit": int(used["none"] / (0.85 * 1.07)), "auto_batch.margin": 0.85}
+        margin |= {"output_dir": str(tmp_path / "margin")}
+        code, _, err = torchstone("train", *flags(values | margin))
+        assert (code, "recompute: none" in err) == (0, True), err
+        assert "recompute: selective (none does not fit)" in err
         tiny = {"auto_batch.memory_limit": used["full"] // 2, "output_dir": str(tmp_path / "other")}
         code, _, err = torchstone("train", *flags(values | tiny))
         assert (code, "(auto_batch.memory_limit)" in err, "a shorter --data.context_length" in err) == (4, True, True)

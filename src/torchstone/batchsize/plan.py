@@ -16,6 +16,7 @@ from torchstone.batchsize.gpus import Gpu, find_gpu, own_gpu
 from torchstone.batchsize.layout import Job, Layout, estimate_layout, fits, largest_rows, row_counts
 from torchstone.batchsize.layouts import Search, recomputes, search_layouts
 from torchstone.batchsize.meta_model import MetaModel, build_meta_model, find_model_folder
+from torchstone.batchsize.probe import SAFE_SHARE
 from torchstone.batchsize.rank_state import ModelState
 from torchstone.batchsize.run_discovery import is_wanted
 from torchstone.batchsize.run_length import RunLength, plan_length
@@ -304,6 +305,10 @@ def not_fitting(plan: Plan) -> tuple[str, str]:
         recomputed = replace(plan.layout, recompute="full")
         if rows := largest_rows(plan.job, recomputed):
             return message, f"--model.recompute full fits, with micro-batches of up to {plural(rows, 'row')}"
+    if plan.has_chosen_rows and plan.memory.total <= SAFE_SHARE * plan.job.memory:
+        margin = f"auto_batch.margin {plan.job.config.auto_batch.margin:g}"
+        return message, f"it takes more than {margin}: a run would warn, and might run out of memory"
+    smaller = "--training.precision bf16-pure and --tuning.method lora need less, --world N plans for more GPUs"
     if plan.search is None:
-        return message, "torchstone plan --search looks for layouts that fit, --world N plans for more GPUs"
-    return message, "plan for more GPUs (--world N), or use --training.precision bf16-pure or --tuning.method lora"
+        return message, f"torchstone plan --search looks for layouts that fit; {smaller}"
+    return message, smaller

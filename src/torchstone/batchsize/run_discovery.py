@@ -103,8 +103,8 @@ class Discovery:
         result, probe = self.result, self.probe
         if result.largest == 0:
             load = result.measured[1].load
-            is_over_budget = probe.budget.max_load < load < math.inf
-            if is_over_budget or (math.isinf(load) and self.may_recompute):
+            # Between the margin and all of the memory it is the last resort.
+            if self.may_recompute or probe.budget.max_load < load < math.inf:
                 raise self._does_not_fit()
             self.run.console.warn(
                 "even the smallest micro-batch is out of memory: it is split when a step comes to it"
