@@ -14,6 +14,7 @@ import torch
 
 from precision import single_process_runner
 from steps import step_batch, train_step
+from torchstone.batchsize.probe import RunProbe
 from torchstone.config.load import load_config
 from torchstone.config.schema import OptimConfig, TrainingConfig
 from torchstone.data.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -297,6 +298,23 @@ class TestHint:
             assert [ranked[1], ranked[2].partition(" (")[0]] == [
                 "--model.loss chunked", f"{half} --training.global_batch_size 128"
             ]  # fmt: skip
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_it_counts_what_attention_keeps(
+        self, attention: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Masks, and all scores of eager attention, against the peak of a real step."""
+        monkeypatch.setattr(memory, "current_phase", lambda: "computing step 1")
+        changes = {"data.context_length": 512, "data.text_packing": "best-fit", "model.attention": attention}
+        values = settings(training__batch_size=4, training__global_batch_size=4) | changes
+        run = build_run(load_config(overrides=values), Console("none"), CPU)
+        probe = RunProbe(run)
+        with probe.without_trace():
+            used, _ = probe.measure(4)
+        assert used is not None
+        needed = re.search(r"a step needs about ([\d.]+) MiB", describe_fit(run, (4, probe.row_tokens)))
+        assert needed is not None
+        assert float(needed[1]) == pytest.approx(used / 2**20, rel=0.1)
 
     def test_the_flags_of_packed_conversations(self) -> None:
         batch = BatchSizes(50, None, 4096)

@@ -330,8 +330,8 @@ def test_a_run_keeps_a_tokenizer_that_transformers_replaces(
 def test_a_run_with_a_tokenizer_without_words_can_be_exported(
     letters: Callable[..., Tokenizer], settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    folder = letters().path
-    data = write_rows(tmp_path / "dna.jsonl", [{"text": "GATTACA" * 9}] * 20)
+    folder = letters(model={"vocab": {"<s>": 0, "</s>": 1, "0": 2, "1": 3}}).path
+    data = write_rows(tmp_path / "bits.jsonl", [{"text": "0110101" * 9}] * 20)
     api.train(overrides=settings(model__tokenizer=folder, data__path=str(data), training__max_steps=1))
     result = api.export(str(tmp_path / "run"), tmp_path / "hf")
     assert result["verified"]
