@@ -26,8 +26,8 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 MAX_VOCAB_SIZE = 1 << 22
 # An answer to find in what a template renders.
 PROBE = "torchstone-probe"
-# What tokenizers split in different ways: numbers, spaces, apostrophes, accents, scripts.
-SPLIT_PROBE = "The sum is 12345 + 678.9\n\n  It's naïve: café, ДОМ, 你好!\tdef f(x):\n\treturn x"
+# The parts of a tokenizer.json that decide how a text is split.
+SPLITTING = ("normalizer", "pre_tokenizer")
 # Transformers' name for a tokenizer that is exactly its tokenizer.json.
 PLAIN_CLASS = "TokenizersBackend"
 
@@ -192,8 +192,10 @@ class Tokenizer:
             self.hf.save_pretrained(folder)
 
     def is_replaced_beside(self, model_type: str) -> bool:
-        """Whether Transformers' AutoTokenizer makes other tokens in a folder of such a model. For some types (qwen2) it
-        ignores the tokenizer's class, and replaces parts of the tokenizer.json by those that the model type had first.
+        """Whether Transformers' AutoTokenizer splits texts differently in a folder of such a model.
+
+        For some types (qwen2) it ignores the tokenizer's class, and replaces parts of the tokenizer.json by those of
+        the original models.
         """
         from transformers.models.auto import tokenization_auto
 
@@ -204,7 +206,8 @@ class Tokenizer:
             self.save(Path(folder))
             Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}))
             other = tokenization_auto.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return other.encode(SPLIT_PROBE, add_special_tokens=False) != self.encode(SPLIT_PROBE)
+        own, its = (json.loads(hf.backend_tokenizer.to_str()) for hf in (self.hf, other))
+        return any(own[part] != its[part] for part in SPLITTING)
 
 
 def load_tokenizer(
@@ -244,8 +247,8 @@ def tokenizer_warnings(tokenizer: Tokenizer, model_type: str) -> list[str]:
     if not tokenizer.is_replaced_beside(model_type):
         return []
     return [
-        f"Transformers' AutoTokenizer makes other tokens of a text than this tokenizer, because it stands beside a "
-        f"{model_type} model: use PreTrainedTokenizerFast.from_pretrained(FOLDER) there"
+        f"Transformers' AutoTokenizer splits texts as the first {model_type} models did, whatever tokenizer.json says: "
+        "in Transformers, load this tokenizer by PreTrainedTokenizerFast.from_pretrained(FOLDER)"
     ]
 
 
